@@ -19,7 +19,7 @@ from hydraspec.metrics.run_files import BENCH, CONFIG, SUMMARY, job_number
 from hydraspec.metrics.statistics import ratio
 from hydraspec.study import html
 from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
-from hydraspec.study.charts import COLORS, Points, scatter
+from hydraspec.study.charts import COLORS, Points, Spot, scatter
 from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.settings import typed_labels
 
@@ -196,13 +196,12 @@ def _chart(curve: Curve, result: Json) -> Iterator[Block]:
         name = _name(part)
         known = [(x, y) for x, y in curve.points(part) if x is not None and y is not None]
         if part["rows"] and known:
-            values = [(x, y, f"{name}: {y:,.4g} {curve.y_name} at {x:.3g}", "") for x, y in known]
+            titles = [f"{name}: {y:,.4g} {curve.y_name} at {x:.3g}" for x, y in known]
+            values = [Spot(x=x, y=y, title=t) for (x, y), t in zip(known, titles, strict=True)]
             found.append(Points(name=name, color=color, values=values))
     if found:
-        drawn = scatter(
-            found, (), x_name=curve.x_name, y_name=curve.y_name, description=curve.title
-        )
-        yield Block(title=curve.title, note=curve.note, chart=drawn)
+        drawn = scatter(found, x_name=curve.x_name, y_name=curve.y_name, description=curve.title)
+        yield Block(title=curve.title, note=curve.note, chart=drawn, narrow=True)
 
 
 # ---------------------------------------------------------------- one benchmark's table
@@ -229,15 +228,8 @@ def print_result(result: Json, console: Console) -> None:
 
 
 def page_of(result: Json) -> str:
-    """bench.html."""
-    return html.render(
-        "bench.html",
-        title=title_of(result),
-        heading=BENCHMARKS[result["bench"]].heading,
-        header=header_of(result),
-        lines=list(cells_of(result)),
-        notes=list(notes_of(result)),
-    )
+    """bench.html: the report over this benchmark alone."""
+    return html.study_page(extended(None, [(Path(), result)]), Path())
 
 
 def title_of(result: Json) -> str:

@@ -19,7 +19,8 @@ projections, chat template, …) over the target's own answers to some prompts, 
 that is surely better. Keys are those of a run (see python -m hydraspec --help); prompts are the
 workload's: workload=jsonl workload.path=…, workload.limit=… says how many (else 32 are chosen).
 
-It writes doctor.json to the run folder (hydra.run.dir=<folder>). docs/doctor.md explains both.
+It writes doctor.json and doctor.html to the run folder (hydra.run.dir=<folder>). docs/doctor.md
+explains them.
 
 exit status: 0 examined, whatever was found; 2 wrong configuration; 3 unusable checkpoint or
 workload; 130 interrupted; 1 anything else

@@ -26,6 +26,7 @@ OVERRIDES = "overrides.yaml"
 BENCH = "bench.json"
 BENCH_REPORT = "bench.html"
 DOCTOR = "doctor.json"
+DOCTOR_REPORT = "doctor.html"
 PREDICTION = "predict.json"
 PREDICTION_REPORT = "predict.html"
 COMPARISON = "compare.json"
@@ -43,7 +44,7 @@ RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 OF_A_RUN = (
     *(COSTS, STEP_COSTS, PREDICTION, PREDICTION_REPORT),
     *(STEPS, TRACE, POSITIONS, REPLAY, REQUESTS, SUMMARY, REPORT, BENCH_REPORT, DOCTOR, TRACKER),
-    UNSAVED,
+    *(DOCTOR_REPORT, UNSAVED),
     *(BENCH, ENVIRONMENT),
 )
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from hydraspec.metrics.summary import StartFigures, TeacherForced
 from hydraspec.study.blocks import Block, Line, Table
+from hydraspec.study.charts import counted_bars
 from hydraspec.study.console import print_table
 from hydraspec.study.jobs import Job
 from hydraspec.study.ranking import Group
@@ -67,6 +68,19 @@ def parts(figures: Mapping[str, Any]) -> Iterator[Part]:
         elif found:
             lines = [(bucket_words(row, is_whole=key in WHOLE), row) for row in found]
             yield Part(key=key, lines=lines)
+
+
+def part_blocks(figures: Mapping[str, Any]) -> list[Block]:
+    """A chart for each way to divide the places."""
+    made = []
+    for part in parts(figures):
+        found = [
+            (name, of["accepted_per_start"], of["ci95"], of["num_starts"])
+            for name, of in part.lines
+        ]
+        if chart := counted_bars(found, "var(--second)", description=part.title):
+            made.append(Block(title=part.title, note=NOTE, chart=chart, narrow=True))
+    return made
 
 
 def bucket_words(row: Mapping[str, Any], *, is_whole: bool) -> str:

@@ -84,7 +84,14 @@ def verdict(group: Group) -> Verdict:
     if decision is None:
         sentence = f"The speedup is not known: no job has a baseline.{lost}"
         return Verdict(kind="", about=about, sentence=sentence)
-    return Verdict(kind=decision.kind, about=about, sentence=" ".join(decision.sentences()) + lost)
+    answer, *reasons, _ = decision.sentences()
+    return Verdict(
+        kind=decision.kind,
+        about=about,
+        sentence=f"{answer}{lost}",
+        reasons=reasons,
+        to_do=[decision.next_command()],
+    )
 
 
 def answers(runs: Runs) -> dict[str, object]:

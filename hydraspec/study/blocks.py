@@ -9,16 +9,21 @@ from typing import Literal
 
 from hydraspec.study.charts import Chart
 
-Kind = Literal["good", "bad", ""]
+Kind = Literal["good", "bad", "plain", ""]  # a winner, a loser, no drafts, or neither
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Line:
-    """A row of a table; `link` is the run's folder, whose page its first cell leads to."""
+    """A row of a table; `link` is the run's folder, whose page one of its cells leads to."""
 
     cells: Sequence[str]
     link: Path | None = None
-    is_best: bool = False
+    kind: Kind = ""
+
+    @property
+    def is_best(self) -> bool:
+        """Returns whether it stands out."""
+        return self.kind == "good"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -57,7 +62,8 @@ class Panel:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Block:
     """A titled part: sentences, chart and table, in this order, as far as it has them. W&B has
-    `panels` in place of the chart; a page holds `all_sentences` folded, where there are more.
+    `panels` in place of the chart; a page holds `all_sentences` folded, where there are more. A
+    `narrow` one may stand beside another, with its table folded.
     """
 
     title: str
@@ -67,6 +73,7 @@ class Block:
     chart: Chart | None = None
     table: Table | None = None
     panels: Sequence[Panel] = ()
+    narrow: bool = False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -81,11 +88,20 @@ class Section:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """The answer for a group of runs; kind is "good", "bad" or neither."""
+    """The answer for a group of runs, its reasons, and what to do: sentences or commands."""
 
     kind: Kind
     about: str
     sentence: str
+    reasons: Sequence[str] = ()
+    to_do: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it in a line."""
+        about = [f"{self.about}:"] if self.about else []
+        following = [f"Next: {each}" for each in self.to_do]
+        return " ".join([*about, self.sentence, *self.reasons, *following])
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

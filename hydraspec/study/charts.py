@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hydraspec.study.texts import ci_words, number
+
 WIDTH = 480
 WIDEST = 2.5
-LEFT, BOTTOM, TOP = 38, 26, 14  # margins of charts of rates
+FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
+LEFT, BOTTOM, TOP = 42, 26, 14  # margins of charts of rates
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 
 
@@ -126,14 +129,15 @@ def horizontal_bars(
     """
     if not bars:
         return None
-    row, left, right = 34, _label_width([b.label for b in bars]), 92
+    row, left = 34, _label_width([b.label for b in bars])
+    right = 16 + round(7.6 * max(len(bar.text) for bar in bars))
     ends = [b.value for b in bars] + [b.ci95[1] for b in bars if b.ci95] + [mark or 0.0]
     most = min(max(ends), WIDEST * max(b.value for b in bars)) or 1.0
     scale = (WIDTH - left - right) / most
     height = 6 + row * len(bars)
     marks = []
-    for number, bar in enumerate(bars):
-        y, width = 6 + row * number, max(0.0, bar.value * scale)
+    for i, bar in enumerate(bars):
+        y, width = 6 + row * i, max(0.0, bar.value * scale)
         marks.append(_text(left - 10, y + 16, bar.label, "end"))
         marks.append(_bar(left, y, width, 22, 4, bar.color))
         end = left + width
@@ -144,9 +148,35 @@ def horizontal_bars(
         marks.append(_text(end + 9, y + 16, bar.text))
     if mark is not None:
         x = left + mark * scale
-        at = {"class": "front", "x1": _place(x), "x2": _place(x), "y1": 0, "y2": height}
-        marks.append(Mark("line", at))
+        marks.append(_dashed(x, x, 0, height))
     return Chart(height=height, description=description, marks=marks)
+
+
+def counted_bars(
+    found: Sequence[tuple[str, float | None, Sequence[float] | None, int]],
+    color: str,
+    *,
+    description: str,
+    mark: float | None = None,
+) -> Chart | None:
+    """A bar for each known (label, mean, interval, number of drafts)."""
+    bars = [
+        Bar(
+            label=label,
+            value=mean,
+            text=number(mean) + ci_words(ci95) + few_words(count),
+            color=color,
+            ci95=ci95,
+        )
+        for label, mean, ci95, count in found
+        if mean is not None
+    ]
+    return horizontal_bars(bars, description=description, mark=mark)
+
+
+def few_words(num_drafts: int) -> str:
+    """The number of drafts that a bar stands for, where they are few."""
+    return f" (n={num_drafts})" if num_drafts < FEW_DRAFTS else ""
 
 
 def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
@@ -155,8 +185,8 @@ def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
     total = max(sum(value for _, value, _ in stack.parts) for stack in stacks) or 1.0
     scale = (WIDTH - left - right) / total
     marks = []
-    for number, stack in enumerate(stacks):
-        x, y = float(left), 6 + row * number
+    for i, stack in enumerate(stacks):
+        x, y = float(left), 6 + row * i
         marks.append(_text(left - 10, y + 19, stack.label, "end"))
         for name, value, color in stack.parts:
             width, title = value * scale, f"{name}: {value:.3f} ms"
@@ -168,31 +198,57 @@ def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class Spot:
+    """A point of a scatter chart: `title` is shown on hovering, `label` beside it, and a whisker
+    where `y` has an interval."""
+
+    x: float
+    y: float
+    title: str
+    label: str = ""
+    ci95: Sequence[float] | None = None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Points:
-    """A colour of a scatter chart: (x, y, title, label), joined by a line in this order."""
+    """A colour of a scatter chart, joined by a line in this order; drawn `shift` to the right."""
 
     name: str
     color: str
-    values: Sequence[tuple[float, float, str, str]]
+    values: Sequence[Spot]
+    shift: float = 0.0
 
 
 def scatter(
     series: Sequence[Points],
-    front: Sequence[tuple[float, float]],
+    front: Sequence[tuple[float, float]] = (),
     *,
     x_name: str,
     y_name: str,
     description: str,
+    x_ticks: Sequence[float] = (),
+    level: float | None = None,
 ) -> Chart:
-    """Points over axes that begin at 0; `front` is a dashed line from its first to its last."""
+    """Points over axes around them, which begin at 0 where that is near. An interval that ends
+    beyond WIDEST times the highest point is cut there.
+
+    Args:
+        front: a dashed line from its first to its last.
+        x_ticks: the values of x; by themselves round ones.
+        level: a dashed line across.
+    """
     height, left, bottom, top, right = 330, 58, 42, 26, 30
-    points = [(x, y) for one in series for x, y, _, _ in one.values]
-    x_ticks, y_ticks = (_ticks(max(values)) for values in zip(*points, strict=True))
-    x_scale = (WIDTH - left - right) / x_ticks[-1]
-    y_scale = (height - top - bottom) / y_ticks[-1]
+    spots = [spot for one in series for spot in one.values]
+    most = WIDEST * max(spot.y for spot in spots)
+    ends = [min(end, most) for spot in spots for end in (*(spot.ci95 or ()), spot.y)]
+    y_ticks = _ticks([*ends, *([] if level is None else [level])])
+    pad = 0.0 if not x_ticks else 0.12 * (x_ticks[-1] - x_ticks[0]) or 1.0
+    x_ticks = x_ticks or _ticks([spot.x for spot in spots])
+    x_scale = (WIDTH - left - right) / (x_ticks[-1] - x_ticks[0] + 2 * pad)
+    y_scale = (height - top - bottom) / (y_ticks[-1] - y_ticks[0])
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + x * x_scale, height - bottom - y * y_scale
+        return left + (x - x_ticks[0] + pad) * x_scale, height - bottom - (y - y_ticks[0]) * y_scale
 
     marks = [_text(4, 12, y_name, kind="axis")]
     marks += [_text(WIDTH - right, height - 6, x_name, "end", "axis")]
@@ -201,19 +257,25 @@ def scatter(
         marks += [_line(left, WIDTH - right, y, y)]
         marks += [_text(left - 6, y + 4, f"{tick:,g}", "end", "axis")]
     for tick in x_ticks:
-        x, y = place(tick, 0)
-        marks.append(_text(x, y + 16, f"{tick:,g}", "middle", "axis"))
+        x, _ = place(tick, 0)
+        marks.append(_text(x, height - bottom + 16, f"{tick:,g}", "middle", "axis"))
+    if level is not None:
+        _, y = place(0, level)
+        marks.append(_dashed(left, WIDTH - right, y, y))
     if len(front) > 1:
         drawn = {"class": "front", "fill": "none", "d": _path([place(x, y) for x, y in front])}
         marks.append(Mark("path", drawn, title="no other job is better at both"))
-    taken = [place(x, y) for x, y in points]
+    taken = [place(spot.x, spot.y) for spot in spots]
     for one in series:
-        places = [place(x, y) for x, y, _, _ in one.values]
+        places = [(x + one.shift, y) for x, y in (place(spot.x, spot.y) for spot in one.values)]
         if len(places) > 1:
             marks.append(Mark("path", {"d": _path(places), "fill": "none", "stroke": one.color}))
-        for (x, y), (_, _, title, label) in zip(places, one.values, strict=True):
+        for (x, y), spot in zip(places, one.values, strict=True):
+            if spot.ci95:
+                low, high = (place(0, min(end, most))[1] for end in spot.ci95)
+                marks.append(_upright_whisker(x, low, high, one.color))
             at = {"cx": _place(x), "cy": _place(y), "r": 5, "fill": one.color}
-            marks += [Mark("circle", at, title=title), _label(x, y, label, taken)]
+            marks += [Mark("circle", at, title=spot.title), _label(x, y, spot.label, taken)]
     legend = list(dict.fromkeys((one.name, one.color) for one in series))
     return Chart(height=height, description=description, marks=marks, legend=legend)
 
@@ -233,13 +295,17 @@ def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> 
     return _text(chosen[0], chosen[1] + 4, label, "middle")
 
 
-def _ticks(largest: float) -> list[float]:
-    """Round values from 0 to at least `largest`, four to seven of them."""
-    if largest <= 0:
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Round values around these, four to eight of them; from 0 where the lowest is below a
+    quarter of the highest."""
+    low, high = min(values), max(values)
+    if high <= 0:
         return [0.0, 1.0]
-    step = 10.0 ** math.floor(math.log10(largest / 3))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if largest / (step * factor) <= 6)
-    return [step * i for i in range(math.ceil(largest / step) + 1)]
+    low = 0.0 if low < high / 4 else min(low, high * 0.98)
+    step = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (step * factor) <= 6)
+    first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
+    return [round(step * i, 12) for i in range(first, last + 1)]
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
@@ -265,6 +331,17 @@ def _bar(
 def _line(x1: float, x2: float, y1: float, y2: float) -> Mark:
     ends = {"x1": _place(x1), "x2": _place(x2), "y1": _place(y1), "y2": _place(y2)}
     return Mark("line", {"class": "grid", **ends})
+
+
+def _dashed(x1: float, x2: float, y1: float, y2: float) -> Mark:
+    ends = {"x1": _place(x1), "x2": _place(x2), "y1": _place(y1), "y2": _place(y2)}
+    return Mark("line", {"class": "front", **ends})
+
+
+def _upright_whisker(x: float, low: float, high: float, color: str) -> Mark:
+    path = f"M{x - 4:.1f} {low:.1f}H{x + 4:.1f}M{x:.1f} {low:.1f}V{high:.1f}"
+    path += f"M{x - 4:.1f} {high:.1f}H{x + 4:.1f}"
+    return Mark("path", {"fill": "none", "d": path, "stroke": color, "stroke-width": 1.4})
 
 
 def _whisker(low: float, high: float, y: float) -> Mark:

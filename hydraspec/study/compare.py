@@ -18,13 +18,25 @@ from hydraspec.metrics.run_files import (
 )
 from hydraspec.study import group_blocks, html, words
 from hydraspec.study.answers import verdict
-from hydraspec.study.blocks import Section, Study, Table
+from hydraspec.study.blocks import Kind, Section, Study, Table, Verdict
 from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.decision import decide
 from hydraspec.study.groups import check_summary
 from hydraspec.study.jobs import check_alike, pool
 from hydraspec.study.ranking import Group, fitting_measure, rank
 from hydraspec.study.runs import read_runs
+from hydraspec.study.speedups import speedups
+
+# What is said of the job beside the reference → kind, relation to it, and what to do.
+HEADLINES: dict[str, tuple[Kind, str, str]] = {
+    "better": ("good", "is faster", "Use {other}."),
+    "worse": ("bad", "is slower", "Use {reference}."),
+    "cannot_tell": (
+        "",
+        "cannot be told from it",
+        "Use either; more prompts tell smaller differences.",
+    ),
+}
 
 
 def compared(folders: Sequence[Path], *, smallest_effect: float | None = None) -> Group:
@@ -68,15 +80,13 @@ def show(group: Group, *, title: str = "Comparison", console: Console | None = N
         console.print(escape(printable(line)), soft_wrap=True)
 
 
-def section(group: Group, title: str) -> Section:
+def section(group: Group, title: str, *, with_speeds: bool = False) -> Section:
     """The parts of one ranking on a page; its table is titled by what its jobs share."""
     made = [
-        group_blocks.jobs(group, title=title, with_speeds=False),
-        group_blocks.told(group),
+        speedups(group),
+        group_blocks.jobs(group, title=title, with_speeds=with_speeds),
         group_blocks.by_category(group),
         group_blocks.slowest(group),
-        group_blocks.speedups(group),
-        group_blocks.lengths(group),
         group_blocks.acceptance_by_position(group),
     ]
     return Section(title="", blocks=[block for block in made if block])
@@ -92,14 +102,45 @@ def write(group: Group, folder: Path, *, say: bool = False) -> None:
     write_whole(folder / COMPARISON, pretty_json(words.as_json(group)))
     write_tables(folder, [group])
     made = Study(
-        question="Comparison",
-        verdicts=[verdict(group)] if decide(group) else [],
+        question=_question(group),
+        facts=_reference_words(group),
+        verdicts=[headline(group)],
         sections=[section(group, "Jobs")],
     )
     where = folder / COMPARISON_REPORT
     write_whole(where, html.study_page(made, folder))
     if say:
         table_console(WIDE).print(f"Comparison: {where}", soft_wrap=True, markup=False)
+
+
+def headline(group: Group) -> Verdict:
+    """Whether one of two jobs beats the reference, and by how much; the best one of several."""
+    if len(group.jobs) != 2 or group.reference is None:
+        return verdict(group)
+    (other,), reference = group.others, group.reference.job.title
+    figure, title = other.against(group.by), other.job.title
+    if figure is None:
+        return Verdict(kind="", about="", sentence=f"{title} cannot be compared with {reference}.")
+    kind, relation, use = HEADLINES[figure.says]
+    return Verdict(
+        kind=kind,
+        about=f"Against the reference, {reference}",
+        sentence=f"{title} {relation}{words.in_words(figure.ratio)}.",
+        to_do=[use.format(other=title, reference=reference)],
+    )
+
+
+def _question(group: Group) -> str:
+    if len(group.jobs) != 2 or group.reference is None:
+        return f"Which of {len(group.jobs)} jobs is the best?"
+    return f"Is {group.others[0].job.title} faster than {group.reference.job.title}?"
+
+
+def _reference_words(group: Group) -> str:
+    if group.reference is None:
+        return ""
+    chosen = "the first one given" if len(group.jobs) == 2 else "the best one"
+    return f"Reference: {group.reference.job.title}, {chosen}"
 
 
 def write_tables(folder: Path, groups: Sequence[Group]) -> None:

@@ -23,20 +23,18 @@ from hydraspec.study.group_blocks import (
     jobs,
     lossless,
     predictions,
-    speedups,
     time_breakdown,
-    told,
 )
 from hydraspec.study.groups import Family, Runs
 from hydraspec.study.ranking import Group, JobFigures
 from hydraspec.study.settings import environments, settings, warned
+from hydraspec.study.speedups import speedups
 
 BY_FAMILY: Sequence[Callable[[Family], Block | None]] = (setups, pareto)
 BY_GROUP: Sequence[Callable[[Group], Block | None]] = (
-    jobs,
     speedups,
+    jobs,
     predictions,
-    told,
     acceptance_by_position,
     by_category,
     by_output_place,
@@ -115,8 +113,6 @@ def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
 def tell(made: Study, paths: Sequence[Path]) -> None:
     """Print the question, its answers, and where the report is."""
     console = table_console(WIDE)
-    lines = [made.question]
-    for one in made.verdicts:
-        lines.append(f"{one.about}: {one.sentence}" if one.about else one.sentence)
+    lines = [made.question, *(one.text for one in made.verdicts)]
     for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):
         console.print(printable(line), soft_wrap=True, markup=False, highlight=False)

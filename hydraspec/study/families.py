@@ -9,12 +9,13 @@ baseline, its speeds are those over its own baseline, times the mean baseline of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hydraspec.study.blocks import Block, Line, Panel, Table, Verdict
-from hydraspec.study.charts import COLORS, Points, scatter
+from hydraspec.study.blocks import Block, Kind, Line, Panel, Table, Verdict
+from hydraspec.study.charts import COLORS, Points, Spot, scatter
 from hydraspec.study.groups import Family
 from hydraspec.study.jobs import Job, by_key
 from hydraspec.study.pairs import ALL
@@ -44,7 +45,9 @@ class Fastest:
 def setups(family: Family) -> Block | None:
     """A line for each load and setup: the fastest job whose outputs are the target's."""
     lines = [
-        _line(one, is_best=one is found[0]) for found in fastest_by_load(family) for one in found
+        _line(one, "good" if one is found[0] else "")
+        for found in fastest_by_load(family)
+        for one in found
     ]
     if not lines:
         return None
@@ -107,7 +110,7 @@ def _fastest(group: Group) -> Fastest | None:
     return max(found, key=lambda one: one.speed, default=None)
 
 
-def _line(one: Fastest, *, is_best: bool) -> Line:
+def _line(one: Fastest, kind: Kind) -> Line:
     baseline, speedup, job = one.of.own_baseline, one.of.speedups[ALL], one.of.job
     cells = [
         ", ".join(part for part in (one.group.load, one.group.setup) if part),
@@ -117,7 +120,7 @@ def _line(one: Fastest, *, is_best: bool) -> Line:
         f"{speedup['mean']:.2f}x" if speedup else "-",
         job.lossless["verdict"].replace("_", " "),
     ]
-    return Line(cells=cells, link=job.folder, is_best=is_best)
+    return Line(cells=cells, link=job.folder, kind=kind)
 
 
 # ---------------------------------------------------------------- one user against all
@@ -140,19 +143,21 @@ class Point:
     name: str
     label: str
     method: str
-    settings: str  # the same job under another load has the same
+    settings: str  # points with the same are joined
     per_user: float
     total: float
 
 
 def pareto(family: Family) -> Block | None:
-    """The trade-off: a point for each job, joined where jobs differ in the load only."""
+    """The trade-off: a point for each job, joined where jobs differ in the load only, or with one
+    load in K only."""
     points = _points(family)
     if not points:
         return None
-    methods = list(dict.fromkeys(point.method for point in points if point.method != BASELINE))
+    methods = sorted({point.method for point in points} - {BASELINE})
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
     colors[BASELINE] = "var(--baseline)"
+    points.sort(key=lambda point: (point.method == BASELINE, point.method))
     lines = by_key(points, [point.settings for point in points])
     front = front_of(points)
     corrected = all(_own_baselines(group) for group in family.groups)
@@ -161,7 +166,9 @@ def pareto(family: Family) -> Block | None:
             Points(
                 name=members[0].method,
                 color=colors[members[0].method],
-                values=[(p.per_user, p.total, _title(p), p.label) for p in members],
+                values=[
+                    Spot(x=p.per_user, y=p.total, title=_title(p), label=p.label) for p in members
+                ],
             )
             for members in lines.values()
         ],
@@ -177,7 +184,13 @@ def pareto(family: Family) -> Block | None:
     basis = CORRECTED if corrected else AS_MEASURED
     note = f"Up and to the right is better; colours are drafters, numbers K. {ahead} {basis}"
     panel = Panel(kind="scatter", title="Tokens/s: one user, all users", metrics=(PER_USER, TOTAL))
-    return Block(title="Throughput of one user and of all", note=note, chart=chart, panels=(panel,))
+    return Block(
+        title="Throughput of one user and of all",
+        note=note,
+        chart=chart,
+        panels=(panel,),
+        narrow=True,
+    )
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
@@ -191,14 +204,20 @@ def front_of(points: Sequence[Point]) -> list[Point]:
 
 def _points(family: Family) -> list[Point]:
     points = []
+    over_load = len({group.load for group in family.groups}) > 1
     for group in family.groups:
         own = _own_baselines(group)
         common = _mean(list(own.values()))
         labels = _labels([one.job for one in group.jobs])
-        for one, label in zip(group.jobs, labels, strict=True):
+        by_k = sorted(
+            zip(group.jobs, labels, strict=True),
+            key=lambda pair: pair[0].job.summary["num_speculative_tokens"] or math.inf,
+        )
+        for one, label in by_k:
             job = one.job
             speeds = _scaled(one.speeds, own[job.name], common) if own else one.speeds
-            name, settings = _at(group, job.title), _at(group, job.label)
+            name = _at(group, job.title)
+            settings = _at(group, job.label if over_load else job.drafter)
             short = f"{group.setup} {label}".strip()
             points += _point(name, short, job.summary["method"], settings, speeds)
         if own and not any(one.job.is_plain for one in group.jobs):

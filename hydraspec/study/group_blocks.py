@@ -1,21 +1,24 @@
-"""Blocks of a group of jobs: table, sentences, speedups, acceptance, categories, predictions, where
-time goes.
-"""
+"""Blocks of a group of jobs: table, acceptance, categories, predictions, where time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.study.blocks import Block, Line, Panel, Table
-from hydraspec.study.charts import COLORS, Bar, Series, Stack, curves, horizontal_bars, stacked_bars
-from hydraspec.study.jobs import Job
+from hydraspec.study.charts import (
+    Series,
+    Stack,
+    curves,
+    stacked_bars,
+)
 from hydraspec.study.pairs import ALL
-from hydraspec.study.ranking import BEST, EQUAL, ByScope, Group, JobFigures
-from hydraspec.study.texts import estimate, number
+from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
+from hydraspec.study.speedups import MAX_BARS, bar_labels, drafter_colors, kind_of
+from hydraspec.study.texts import estimate, milliseconds, number, percent
 from hydraspec.study.words import drift_words, verdicts
 
 _TOLD = (
@@ -29,9 +32,8 @@ NOTE_OF_SPEEDS = (
     "jobs does not cancel. A speedup is over the job's own baseline: it says what drafts gain "
     "there, not which job is faster."
 )
-NAMES = ("", "job", "settings", "runs")  # columns of every table of jobs
+MOST_MORE = 100  # times the prompts of a comparison that are asked for
 SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
-MAX_BARS = 24
 Column = tuple[str, Callable[[JobFigures], str]]  # heading and cell
 
 
@@ -45,52 +47,65 @@ def notes(group: Group) -> list[str]:
 
 
 def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Block:
-    """All jobs with their main figures, each linked to its page.
+    """All jobs with their main figures, each linked to its page, and the same in sentences.
 
     Args:
-        with_speeds: also the mean throughputs of the runs, and their verdicts.
+        with_speeds: the mean throughputs of the runs, in place of the baseline's.
     """
-    columns = [*_ranked_columns(group), *(_speed_columns() if with_speeds else ())]
+    columns = [*_ranked_columns(group), *(_speed_columns() if with_speeds else [_BASELINE])]
+    if any(len(one.job.runs) > 1 for one in group.jobs):
+        columns.insert(0, ("runs", lambda one: str(len(one.job.runs))))
     lines = [
         Line(
             cells=[
-                *(one.mark, one.job.name, one.job.label, str(len(one.job.runs))),
+                *(one.job.label, f"{one.mark} {one.job.name}".strip()),
                 *(cell(one) for _, cell in columns),
             ],
             link=one.job.folder,
-            is_best=bool(one.mark),
+            kind=kind_of(one, group),
         )
         for one in group.jobs
     ]
-    header = [*NAMES, *(heading for heading, _ in columns)]
     return Block(
         title=title,
         note=" ".join(["Means with 95 % intervals.", *notes(group)]),
-        table=Table(header=header, lines=lines, linked=1, num_left=len(NAMES) - 1),
+        all_sentences=list(verdicts(group)),
+        table=Table(
+            header=["settings", "job", *(heading for heading, _ in columns)],
+            lines=lines,
+            num_left=2,
+        ),
     )
 
 
 def _ranked_columns(group: Group) -> list[Column]:
     """The measure that ranks the jobs, its ratio to the reference's, and the other figures."""
     speedup: Column = ("speedup", lambda one: estimate(one.speedups[ALL], "x"))
-    against: Column = ("against the reference", lambda one: _against(one, group))
+    against: list[Column] = [
+        ("against the reference", lambda one: _against(one, group)),
+        ("difference", lambda one: _difference(one, group)),
+    ]
     by_tokens: list[Column] = [
         ("tok/s", lambda one: number(_throughput(one), 0)),
         ("tok/s per device", lambda one: number(_throughput(one) / one.job.num_devices, 0)),
     ]
     return [
-        *([speedup, against] if group.by == "speedup" else [*by_tokens, against, speedup]),
+        *([] if group.by == "speedup" else by_tokens),
+        *([speedup] if group.by == "speedup" else []),
+        *(against if group.reference else []),
+        *([] if group.by == "speedup" else [speedup]),
         ("acceptance length", lambda one: estimate(one.lengths[ALL])),
         (accuracy_name(one.job.summary["accuracy"] for one in group.jobs), _accuracy),
-        ("baseline tok/s", lambda one: number(one.baseline_tokens_per_second, 0)),
     ]
+
+
+_BASELINE: Column = ("baseline tok/s", lambda one: number(one.baseline_tokens_per_second, 0))
 
 
 def _speed_columns() -> list[Column]:
     return [
-        ("tokens/s of one user", lambda one: number(one.speeds.tokens_per_second_per_user, 0)),
-        ("tokens/s of all", lambda one: number(one.speeds.tokens_per_second, 0)),
-        ("lossless", lambda one: one.job.lossless["verdict"].replace("_", " ")),
+        ("tok/s of one user", lambda one: number(one.speeds.tokens_per_second_per_user, 0)),
+        ("tok/s of all", lambda one: number(one.speeds.tokens_per_second, 0)),
     ]
 
 
@@ -106,25 +121,24 @@ def _against(one: JobFigures, group: Group) -> str:
     return estimate(as_interval(versus.ratio)) if versus else "-"
 
 
+def _difference(one: JobFigures, group: Group) -> str:
+    """Whether a job differs from the reference, and how many more prompts would tell."""
+    versus = one.against(group.by)
+    if one is group.reference or versus is None:
+        return "-"
+    more = versus.ratio.num_more_needed(versus.level)
+    if versus.says != "cannot_tell":
+        return versus.says
+    is_useful = more and more <= MOST_MORE * versus.ratio.num_requests
+    return f"{more:,} more prompts" if is_useful else "cannot tell"
+
+
 def _accuracy(one: JobFigures) -> str:
     """The share over all runs of a job that is compared, else the first run's."""
     accuracy = one.job.summary["accuracy"]
     if one.accuracy is None and accuracy:
         return number(accuracy["exact_match"], 3)
     return number(one.accuracy, 3)
-
-
-def told(group: Group) -> Block | None:
-    """The comparison in sentences; of several jobs what ranks them, and all of it folded."""
-    if group.reference is None:
-        return None
-    return Block(
-        title="What is told",
-        note="Speedup, acceptance length and correct outputs over all requests, and categories "
-        "that differ; paired request by request, corrected for the number of comparisons.",
-        sentences=list(verdicts(group, brief=len(group.jobs) > 2)),
-        all_sentences=list(verdicts(group)),
-    )
 
 
 def slowest(group: Group) -> Block | None:
@@ -149,56 +163,6 @@ def slowest(group: Group) -> Block | None:
     )
 
 
-def bar_labels(found: Sequence[Job]) -> list[str]:
-    """Text beside the bars of jobs: their labels where these tell them apart, else their titles."""
-    is_enough = len({job.label for job in found}) == len(found)
-    return [(job.label if is_enough else job.title)[:28] for job in found]
-
-
-def _bars(
-    group: Group, figure: Callable[[JobFigures], ByScope], unit: str, colors: tuple[str, str]
-) -> list[Bar]:
-    """A bar for each job with such a figure; the colours are of marked jobs and of others."""
-    labels = bar_labels([one.job for one in group.jobs])
-    return [
-        Bar(
-            label=label,
-            value=found["mean"],
-            text=f"{number(found['mean'])}{unit}",
-            color=colors[0] if one.mark and group.by == "speedup" else colors[1],
-            ci95=found["ci95"],
-        )
-        for one, label in list(zip(group.jobs, labels, strict=True))[:MAX_BARS]
-        if (found := figure(one)[ALL])
-    ]
-
-
-def speedups(group: Group) -> Block | None:
-    """The speedup of each job over decoding without drafts, as bars with intervals."""
-    bars = _bars(group, lambda one: one.speedups, "x", ("var(--good)", "var(--method)"))
-    if not bars:
-        return None
-    return Block(
-        title="Speedup over decoding without drafts",
-        note="Each against its own baseline, with 95 % intervals; dashed: 1. Green: the best, and "
-        "what cannot be told from it.",
-        chart=horizontal_bars(bars, description="Speedup of each job", mark=1.0),
-        panels=(Panel(kind="bar", title="Speedup", metrics=("speedup/mean",)),),
-    )
-
-
-def lengths(group: Group) -> Block | None:
-    """The acceptance length of each job, as bars with intervals."""
-    bars = _bars(group, lambda one: one.lengths, "", ("var(--second)", "var(--second)"))
-    if not bars:
-        return None
-    return Block(
-        title="Acceptance length",
-        note="Tokens per verification; dashed: none accepted",
-        chart=horizontal_bars(bars, description="Acceptance length of each job", mark=1.0),
-    )
-
-
 def acceptance_by_position(group: Group) -> Block | None:
     """A curve and a line of a table per job; jobs that differ in K only share a colour."""
     found = [(one.job, rates) for one in group.jobs if (rates := one.by_position)]
@@ -207,14 +171,13 @@ def acceptance_by_position(group: Group) -> Block | None:
         return None
     labels = [str(i + 1) for i in range(width)]
     padded = [(job, [*rates, *[None] * (width - len(rates))]) for job, rates in found]
-    drafters = dict.fromkeys(_without_k(job.label) for job, _ in padded)
-    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(drafters)}
+    colors = drafter_colors(job.drafter for job, _ in padded)
     series = [
         Series(name=name, color=colors[name], values=rates, title=job.title)
         for job, rates in padded
-        if (name := _without_k(job.label))
+        if (name := job.drafter)
     ]
-    lines = [Line(cells=[job.title, *map(_percent, rates)]) for job, rates in padded]
+    lines = [Line(cells=[job.title, *map(percent, rates)]) for job, rates in padded]
     metrics = [f"acceptance_rate_per_position/{i}" for i in range(width)]
     return Block(
         title="Accepted drafts by position",
@@ -223,12 +186,8 @@ def acceptance_by_position(group: Group) -> Block | None:
         chart=curves(labels, series, description="Acceptance rate by draft position, by job"),
         table=Table(header=["job", *labels], lines=lines),
         panels=(Panel(kind="bar", title="Acceptance rate by position", metrics=metrics),),
+        narrow=True,
     )
-
-
-def _without_k(label: str) -> str:
-    """A label without its number of drafts, "K=3"."""
-    return ", ".join(part for part in label.split(", ") if not part.startswith("K=")) or label
 
 
 def by_category(group: Group, *, brief: bool = False) -> Block | None:
@@ -238,7 +197,10 @@ def by_category(group: Group, *, brief: bool = False) -> Block | None:
     if len(scopes) < 2:
         return None
     lines = [
-        Line(cells=[one.job.title, *(_both(one, scope, brief) for scope in scopes)])
+        Line(
+            cells=[one.job.title, *(_both(one, scope, brief) for scope in scopes)],
+            kind=kind_of(one, group),
+        )
         for one in group.jobs
     ]
     metrics = [f"acceptance_length_by_category/{scope}" for scope in scopes if scope != ALL]
@@ -291,9 +253,11 @@ def time_breakdown(group: Group) -> Block | None:
         parts = [
             (name, times.get(name, 0.0), f"var(--p{min(i, 5)})") for i, name in enumerate(phases)
         ]
-        stacks.append(Stack(label=label, parts=parts, text=f"{number(sum(times.values()))} ms"))
-        share = "-" if job.is_plain else _percent(draft_share(times))
-        cells = [job.title, *(number(times.get(name), 3) for name in phases), share]
+        stacks.append(
+            Stack(label=label, parts=parts, text=f"{milliseconds(sum(times.values()))} ms")
+        )
+        share = "-" if job.is_plain else percent(draft_share(times))
+        cells = [job.title, *(milliseconds(times.get(name)) for name in phases), share]
         lines.append(Line(cells=cells))
     sources = dict.fromkeys(job.summary["time_breakdown_from"] for job, _ in found)
     measured = "; or ".join(str(source) for source in sources if source)
@@ -338,7 +302,3 @@ def predictions(group: Group) -> Block | None:
         sentences=[said] if said else (),
         table=Table(header=(*header, "predicted acceptance length", "measured"), lines=lines),
     )
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"

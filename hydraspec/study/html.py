@@ -18,10 +18,11 @@ from hydraspec.metrics.run_files import BENCH_REPORT, REPORT
 from hydraspec.study.blocks import Study
 from hydraspec.study.texts import (
     engine_words,
-    interval,
+    estimate,
     interval_note,
     limit_words,
     load_words,
+    milliseconds,
     number,
     percent,
     percentile_words,
@@ -68,9 +69,10 @@ def environment() -> Environment:
         "load_words": load_words,
         "percentile_words": percentile_words,
         "limit_words": limit_words,
-        "interval": lambda *found: interval(*found).replace(" to ", "\u00a0to\u00a0"),
+        "interval": lambda *found: estimate(*found).replace(" to ", "\u00a0to\u00a0"),
         "interval_note": interval_note,
-        "exact_match": lambda marks: f"{marks['exact_match']:.1%}" if marks else "-",
+        "milliseconds": milliseconds,
+        "exact_match": lambda marks: number(marks["exact_match"], 3) if marks else "-",
         "margin": lambda margin: "-" if margin is None else f"{margin:.3g}",
         "listed": lambda facts: ", ".join(
             f"{k}: {v}" for k, v in facts.items() if v not in (None, "", [], ())

@@ -58,6 +58,12 @@ class Job:
         return self.name if self.label == self.name else f"{self.label} (job {self.name})"
 
     @property
+    def drafter(self) -> str:
+        """The label without its number of drafts, "K=3"."""
+        kept = [part for part in self.label.split(", ") if not part.startswith("K=")]
+        return ", ".join(kept) or self.label
+
+    @property
     def summary(self) -> Summary:
         """The summary of the first run."""
         return self.runs[0].summary

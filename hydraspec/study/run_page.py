@@ -14,27 +14,48 @@ from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.files import plain
 from hydraspec.metrics.lossless import HEADLINES
-from hydraspec.metrics.summary import PROFILE, Baseline, Summary
+from hydraspec.metrics.summary import (
+    PROFILE,
+    AcceptanceLength,
+    Baseline,
+    Interval,
+    Length,
+    Summary,
+)
 from hydraspec.study import accepted, html
+from hydraspec.study.blocks import Kind, Verdict
 from hydraspec.study.charts import (
     Bar,
     Chart,
     Series,
     Stack,
+    counted_bars,
+    few_words,
     grouped_bars,
     horizontal_bars,
     stacked_bars,
 )
 from hydraspec.study.samples import Sample
-from hydraspec.study.texts import TOO_FEW, number, percent
+from hydraspec.study.texts import TOO_FEW, milliseconds, number, percent
 from hydraspec.study.worst import WorstRequest
 
-FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
-# What an assessment says → kind (good, bad or neither) and words.
-ASSESSMENTS = {
-    "worth_it": ("good", "Worth it"),
-    "cannot_tell": ("", "Cannot tell"),
-    "slower": ("bad", "Slower"),
+# What an assessment says → kind and what to do.
+ASSESSMENTS: dict[str, tuple[Kind, str]] = {
+    "worth_it": (
+        "good",
+        "Use these drafts. The same command with -m method.num_speculative_tokens=1,3,5 says "
+        "whether another K is faster still.",
+    ),
+    "cannot_tell": (
+        "",
+        "Run more prompts (workload.limit, workload.path), so that the interval narrows.",
+    ),
+    "slower": (
+        "bad",
+        "Decode without drafts at this load (method=none), or try fewer drafts and fewer requests "
+        "at once: the same command with -m method.num_speculative_tokens=1,2 "
+        "workload.concurrency=1,4.",
+    ),
 }
 METHOD, SECOND, BASELINE = "var(--method)", "var(--second)", "var(--baseline)"
 
@@ -74,13 +95,12 @@ def render(
         by_drafts=_by_drafts(summary),
         by_category=_by_category(summary),
         by_place=_by_place(summary),
-        accepted=_accepted(summary),
-        accepted_note=accepted.NOTE,
-        assessment=ASSESSMENTS[summary["assessment"]["says"]] if summary["assessment"] else None,
+        accepted=accepted.part_blocks(summary["teacher_forced"] or {}),
+        found=_answer(summary),
+        few_requests=TOO_FEW if _lacks_intervals(summary) else "",
         worst=worst,
         sides=sides,
         throughput=_throughput(sides),
-        throughput_note=_throughput_note(sides),
         phases=phases,
         draft_share=draft_share(summary["time_breakdown_ms"]) if summary["num_drafts"] else None,
         accuracy_name=accuracy_name([summary["accuracy"]]),
@@ -91,6 +111,54 @@ def render(
         memory_mib={k: number(v / 2**20, 1) for k, v in summary["memory_bytes"].items()},
         config=yaml.safe_dump(plain(resolved), sort_keys=False, allow_unicode=True),
     )
+
+
+def _answer(summary: Summary) -> Verdict:
+    """Whether the run's drafts are worth it, or why that is not known; and what to do."""
+    assessment = summary["assessment"]
+    if summary["status"] != "ok":
+        ended = f"{summary['num_requests']} of {summary['num_requests_in_workload']} requests ended"
+        return Verdict(
+            kind="bad",
+            about="Status",
+            sentence=f"The run is {summary['status']}: {ended}.",
+            to_do=["Run it again; what ended is below."],
+        )
+    if summary["lossless"]["verdict"] == "diverged":
+        return Verdict(
+            kind="bad",
+            about="",
+            sentence="The outputs are not the target's: no speedup counts.",
+            to_do=["See Lossless below for the first difference."],
+        )
+    if summary["method"] == "none":
+        return Verdict(
+            kind="plain",
+            about="",
+            sentence="Decoding without drafts: what drafters are compared with.",
+            to_do=["Compare drafters: -m method=none,… method.num_speculative_tokens=1,3,5"],
+        )
+    if assessment is None:
+        sentence = "Whether drafts are worth it is not known: the run has no baseline."
+        return Verdict(kind="", about="", sentence=sentence, to_do=["Run with baseline=true."])
+    kind, to_do = ASSESSMENTS[assessment["says"]]
+    sentence = f"{assessment['sentence'][:1].upper()}{assessment['sentence'][1:]}."
+    return Verdict(kind=kind, about="", sentence=sentence, to_do=[to_do])
+
+
+def _lacks_intervals(summary: Summary) -> bool:
+    """Returns whether a figure of the page has no interval where others have one."""
+    found: list[Interval | AcceptanceLength | Length | None] = [
+        summary["speedup"],
+        summary["acceptance_length"],
+    ]
+    found += [
+        of[key]
+        for of in summary["by_category"].values()
+        for key in ("speedup", "acceptance_length")
+    ]
+    found += [of["acceptance_length"] for of in summary["acceptance_by_output_place"]]
+    return any(each and each["mean"] is not None and each["ci95"] is None for each in found)
 
 
 def _by_position(summary: Summary) -> Chart:
@@ -104,7 +172,7 @@ def _by_position(summary: Summary) -> Chart:
         ),
     ]
     labels = [
-        (f"draft {i + 1}" if len(rates) <= 8 else str(i + 1)) + _few(num_reached)
+        (f"draft {i + 1}" if len(rates) <= 8 else str(i + 1)) + few_words(num_reached)
         for i, num_reached in enumerate(summary["num_reached_per_position"])
     ]
     return grouped_bars(labels, series, description="Acceptance rate by draft position")
@@ -133,7 +201,7 @@ def _by_category(summary: Summary) -> Chart | None:
     counts = summary["num_drafts_by_category"]
     found = [(name[:24], of["mean"], of["ci95"], counts[name]) for name, of in lengths.items()]
     found.sort(key=lambda each: -(each[1] or 0.0))
-    return _bars(found, METHOD, description="Acceptance length by category", mark=1.0)
+    return counted_bars(found, METHOD, description="Acceptance length by category", mark=1.0)
 
 
 def _by_place(summary: Summary) -> Chart | None:
@@ -142,41 +210,9 @@ def _by_place(summary: Summary) -> Chart | None:
         for of in summary["acceptance_by_output_place"]
     ]
     found = [(label, length["mean"], length["ci95"], count) for label, length, count in places]
-    return _bars(found, SECOND, description="Acceptance length by place in the output", mark=1.0)
-
-
-def _accepted(summary: Summary) -> list[tuple[str, Chart]]:
-    """A titled chart for each way that teacher-forced drafts are divided."""
-    charts = []
-    for part in accepted.parts(summary["teacher_forced"] or {}):
-        found = [
-            (name, of["accepted_per_start"], of["ci95"], of["num_starts"])
-            for name, of in part.lines
-        ]
-        if chart := _bars(found, SECOND, description=part.title):
-            charts.append((part.title, chart))
-    return charts
-
-
-def _bars(
-    found: Sequence[tuple[str, float | None, Sequence[float] | None, int]],
-    color: str,
-    *,
-    description: str,
-    mark: float | None = None,
-) -> Chart | None:
-    """A bar for each known (label, mean, interval, number of drafts)."""
-    bars = [
-        Bar(label=label, value=mean, text=number(mean) + _few(count), color=color, ci95=ci95)
-        for label, mean, ci95, count in found
-        if mean is not None
-    ]
-    return horizontal_bars(bars, description=description, mark=mark)
-
-
-def _few(num_drafts: int) -> str:
-    """The number of drafts that a bar stands for, where they are few."""
-    return f" (n={num_drafts})" if num_drafts < FEW_DRAFTS else ""
+    return counted_bars(
+        found, SECOND, description="Acceptance length by place in the output", mark=1.0
+    )
 
 
 def _throughput(sides: Sequence[Column]) -> Chart | None:
@@ -194,12 +230,6 @@ def _throughput(sides: Sequence[Column]) -> Chart | None:
     return horizontal_bars(bars, description="Decode throughput")
 
 
-def _throughput_note(sides: Sequence[Column]) -> str:
-    if all(side.figures["output_tokens_per_second_ci95"] is None for side in sides):
-        return f"Decode throughput; no interval: {TOO_FEW}"
-    return "Decode throughput with 95 % intervals, bootstrap over requests"
-
-
 def _breakdown(sides: Sequence[Column], phases: Mapping[str, str]) -> Chart:
     """`phases` are the measured ones with their colours."""
     stacks = []
@@ -207,5 +237,5 @@ def _breakdown(sides: Sequence[Column], phases: Mapping[str, str]) -> Chart:
         times = side.figures["time_breakdown_ms"]
         parts = [(name, times.get(name) or 0.0, color) for name, color in phases.items()]
         total = sum(ms for _, ms, _ in parts)
-        stacks.append(Stack(label=side.name, parts=parts, text=f"{number(total)} ms"))
+        stacks.append(Stack(label=side.name, parts=parts, text=f"{milliseconds(total)} ms"))
     return stacked_bars(stacks, description="Mean milliseconds per step by phase")

@@ -37,6 +37,7 @@ from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
 from hydraspec.study.runs import Run, ran_without_graphs, read_run
 from hydraspec.study.settings import typed_settings
+from hydraspec.study.speedups import kind_of
 from hydraspec.study.texts import number, percent, plus_minus
 
 ALWAYS = ("method", "num_speculative_tokens")
@@ -61,6 +62,11 @@ DISTRIBUTIONS = {
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless")
 LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
 COMMON = ("target", "engine", "workload", "concurrency", "dtype", "device")
+MARKS = (
+    f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
+    f"{EQUAL}: cannot be told from it.",
+    "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +142,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     print_block(console, _table(found))
     for group in found.groups:
         show(group, title=_title(group), console=console)
-    for note in _notes(found):
+    for note in (*MARKS, *_notes(found)):
         console.print(printable(note), markup=False, soft_wrap=True)
     console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
 
@@ -211,6 +217,12 @@ def _table(found: Comparison) -> Block:
     settings = (TITLES.get(column, column) for column in found.columns)
     correct = accuracy_name(row.summary["accuracy"] for row in found.rows)
     header = ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
+    kinds = {
+        run.folder: kind_of(one, group)
+        for group in found.groups
+        for one in group.jobs
+        for run in one.job.runs
+    }
     lines = {
         row.folder: Line(
             cells=[
@@ -220,7 +232,7 @@ def _table(found: Comparison) -> Block:
                 *(_latency_cells(row.summary) if arrivals else ()),
             ],
             link=row.folder,
-            is_best=bool(row.mark),
+            kind=kinds.get(row.folder, ""),
         )
         for row in found.rows
     }
@@ -268,12 +280,7 @@ def _shown(column: str, value: object) -> str:
 
 
 def _notes(found: Comparison) -> list[str]:
-    notes = [
-        f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
-        f"{EQUAL}: cannot be told from it.",
-        "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
-    ]
-    notes += [f"{why}." for why in found.unranked]
+    notes = [f"{why}." for why in found.unranked]
     eager = [row.folder.name for row in found.rows if ran_without_graphs(row.summary)]
     if len(eager) > 1 and any(column.startswith("cudagraph") for column in found.columns):
         notes.append(f"Jobs {', '.join(eager)} ran without graphs, whatever cudagraph asked for.")
@@ -325,6 +332,13 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
     }
 
 
+def _are_ranked(found: Comparison) -> bool:
+    """Returns whether the tables of the rankings have all rows with their figures."""
+    ranked = [run.folder for group in found.groups for one in group.jobs for run in one.job.runs]
+    has_latencies = any(row.summary.get("request_rate") is not None for row in found.rows)
+    return len(ranked) == len(found.rows) and not has_latencies
+
+
 def _as_study(found: Comparison, folder: Path) -> Study:
     shared = [
         f"{key} {found.rows[0].summary.get(key)}"
@@ -337,7 +351,7 @@ def _as_study(found: Comparison, folder: Path) -> Study:
         notes=_notes(found),
         verdicts=_answers(found),
         sections=[
-            Section(title="", blocks=[_table(found)]),
-            *(section(group, _title(group)) for group in found.groups),
+            *(section(group, _title(group), with_speeds=True) for group in found.groups),
+            *([] if _are_ranked(found) else [Section(title="", blocks=[_table(found)])]),
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hydraspec.metrics.statistics import MIN_REQUESTS, range_words
@@ -27,6 +28,13 @@ def number(value: float | None, digits: int = 2) -> str:
 def percent(share: float | None) -> str:
     """A share from 0 to 1 as "97.5 %"; a dash where there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def milliseconds(value: float | None) -> str:
+    """A time with three significant digits: "0.412", "15.8", "1,204"; a dash where there is
+    none."""
+    digits = 3 if not value else min(3, max(0, 2 - math.floor(math.log10(value))))
+    return number(value, digits)
 
 
 def some_of(names: Sequence[str]) -> list[str]:
@@ -57,11 +65,9 @@ def ci_words(ci95: Sequence[float] | None) -> str:
     return f" ({range_words(ci95)})" if ci95 else ""
 
 
-def interval_note(estimate: Interval | AcceptanceLength | Length) -> str:
-    """The 95 % interval alone, in words."""
-    if not estimate["ci95"]:
-        return f"no interval: {TOO_FEW}"
-    return f"95 % interval {range_words(estimate['ci95'])}"
+def interval_note(ci95: Sequence[float] | None, digits: int = 2) -> str:
+    """The 95 % interval alone, before other words; empty where there is none."""
+    return f"95 % interval {range_words(ci95, digits)}; " if ci95 else ""
 
 
 def engine_words(engine: str, parallelism: Parallelism) -> str:
@@ -86,8 +92,7 @@ def load_words(summary: Summary) -> str:
 
 def percentile_words(found: Percentiles) -> str:
     """ "12.3 / 15.0 / 140": p50, p90 and p99; a dash where there is none."""
-    values = (found["p50"], found["p90"], found["p99"])
-    return " / ".join(number(value, 0 if value and value >= 100 else 1) for value in values)
+    return " / ".join(map(milliseconds, (found["p50"], found["p90"], found["p99"])))
 
 
 def limit_words(found: Goodput) -> str:

@@ -125,8 +125,7 @@ def spec(study: Study, place: Place) -> Json:
 
 def _blocks(study: Study, place: Place, wr: Any) -> Iterator[Any]:
     for verdict in study.verdicts:
-        about = f"{verdict.about}: " if verdict.about else ""
-        yield wr.CalloutBlock(printable(about + verdict.sentence))
+        yield wr.CalloutBlock(printable(verdict.text))
     if study.notes:
         yield wr.UnorderedList([printable(note) for note in study.notes])
     for section in study.sections:

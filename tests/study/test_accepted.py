@@ -70,13 +70,13 @@ def test_a_report_of_runs_has_them_beside_each_other(studied: Path) -> None:
     }
     made = study(read([studied]))
     text = check_page(study_page(made, studied)).text
-    for part in ("from 512", "1.25 (1.00 to 1.50)", "75.0 %", "25.0%"):
+    for part in ("from 512", "1.25 (1.00 to 1.50)", "75.0 %", "25.0 %"):
         assert part in text.replace("\u00a0", " ")
     blocks = [block for section in made.sections for block in section.blocks]
     (shares,) = [block.table for block in blocks if block.title == "Where a step's time goes"]
     assert shares is not None
     assert shares.header[-1] == "drafting"
-    assert sorted(line.cells[-1] for line in shares.lines) == ["-", "-", "25.0%"]
+    assert sorted(line.cells[-1] for line in shares.lines) == ["-", "-", "25.0 %"]
 
 
 def titles(folder: Path) -> set[str]:

@@ -40,6 +40,13 @@ def test_what_is_told_of_two_runs(runs: Path) -> None:
     assert overall(found, "accuracy")["says"] == "cannot_tell"
     assert [job["rank"] for job in found["jobs"]] == [1, 2]
     assert "bad" in found["verdicts"][0]
+    hydraspec.compare([runs / "good", runs / "bad"], write=runs / "out")
+    page = (runs / "out" / "compare.html").read_text(encoding="utf-8")
+    assert '<div class="card answer bad">' in page
+    text = check_page(page).text
+    assert "Against the reference, gemma4_mtp, K=3 (job good)" in text
+    assert "eagle3, K=3 (job bad) is slower: ratio 0." in text
+    assert "Use gemma4_mtp, K=3 (job good)." in text
     turned = hydraspec.compare([runs / "bad", runs / "good"])
     assert turned["reference"] == "bad"
     assert overall(turned, "speedup")["says"] == "better"

@@ -117,7 +117,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "75.0 %" in text
     assert re.search(r"drafting's share of a step +│ +33.3 %", text)
     assert "12.0 / 34.5 / 67.9" in text
-    assert "0.5 / 1.0 / 1,234" in text
+    assert "0.500 / 1.00 / 1,234" in text
     assert "- / - / -" in text
     assert "87.5 %" in text
     assert "first token within 200 ms, 12.5 ms per further token" in " ".join(text.split())

@@ -10,26 +10,37 @@ from jinja2 import UndefinedError, nodes
 
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.study import html
+from hydraspec.study.blocks import Study, Verdict
 
 VIEW = {
-    "title": "x",
-    "heading": "h",
-    "header": ["a"],
-    "lines": [["<b>\x1b[2J</b>"]],
-    "notes": [["n", "t"]],
+    "study": Study(question="<b>\x1b[2J</b>", sections=[]),
+    "href": lambda run: None,
+    "made": "made now",
 }
 RECORDS = {"summary": Summary, "lossless": Lossless}
 
 
 def test_text_is_escaped_and_printable() -> None:
-    page = html.render("bench.html", **VIEW)
+    page = html.render("study.html", **VIEW)
     assert page.startswith("<!doctype html>")
     assert "&lt;b&gt;\\x1b[2J&lt;/b&gt;" in page
 
 
+def test_an_answer_its_reasons_and_what_to_do_stand_in_this_order() -> None:
+    verdict = Verdict(
+        kind="good", about="<load>", sentence="Use <a>.", reasons=["Why <b>."], to_do=["Run <c>."]
+    )
+    made = Study(question="q", verdicts=[verdict], sections=[])
+    page = html.render("study.html", **VIEW | {"study": made})
+    texts = ("answer good", "&lt;load&gt;", "Use &lt;a&gt;.", "Why &lt;b&gt;.", "Run &lt;c&gt;.")
+    places = [page.index(text) for text in texts]
+    assert places == sorted(places)
+    assert verdict.text == "<load>: Use <a>. Why <b>. Next: Run <c>."
+
+
 def test_a_name_that_the_view_lacks_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="notes"):
-        html.render("bench.html", **{k: v for k, v in VIEW.items() if k != "notes"})
+    with pytest.raises(UndefinedError, match="made"):
+        html.render("study.html", **{k: v for k, v in VIEW.items() if k != "made"})
 
 
 def keys_read(node: nodes.Node) -> Iterator[tuple[str, str]]:

@@ -94,6 +94,22 @@ def test_reports_of_runs_with_little_to_show(
     assert "interrupted" in report(tmp_path).text
 
 
+def test_what_to_do_stands_first_and_missing_intervals_are_said_once(
+    use_engine: Use, run_config: Run, tmp_path: Path
+) -> None:
+    """Three requests in each category: catches "n < 5, no interval" in every cell."""
+    use_engine(FakeEngine())
+    says = run_config()["assessment"]["says"]
+    text = report(tmp_path).text
+    assert text.count("fewer than 5 requests") == 1
+    assert "n < 5" not in text
+    kind = {"worth_it": "good", "slower": "bad", "cannot_tell": ""}[says]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    first, second, third = ('class="card answer', "To do", '<div class="cards">')
+    assert f'{first} {kind}"' in page
+    assert page.index(first) < page.index(second) < page.index(third)
+
+
 def test_a_report_of_a_divergence(use_engine: Use, run_config: Run, tmp_path: Path) -> None:
     use_engine(FakeEngine(Behaviour(wrong_from={2: 1})))
     run_config()

@@ -41,9 +41,11 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
     say()
     for number, rows in enumerate(result["rounds"], start=1):
         title = "Variants by acceptance" + ("" if number == 1 else f", after repair {number - 1}")
-        print_table(console, title, HEADER, [_line(row) for row in rows[:SHOWN]], num_left=2)
+        print_table(
+            console, title, HEADER, [variant_cells(row) for row in rows[:SHOWN]], num_left=2
+        )
     if result["prompts"]:
-        lines = [_line(row) for row in result["prompts"]]
+        lines = [variant_cells(row) for row in result["prompts"]]
         print_table(console, "Other wordings of the prompts", HEADER, lines, num_left=2)
     if result["figures"] is not None:
         accepted.print_parts(console, result["figures"])
@@ -58,7 +60,8 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
 HEADER = ("convention", "tried", "acceptance", "drafts a start", "interval", "nats")
 
 
-def _line(row: Json) -> tuple[str, ...]:
+def variant_cells(row: Json) -> tuple[str, ...]:
+    """The cells of a variant under HEADER."""
     low, high = row["gain_interval"]
     interval = f"{low:+.2f} to {high:+.2f}" if math.isfinite(high - low) else "-"
     nats = row.get("nats")

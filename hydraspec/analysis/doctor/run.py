@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydraspec.analysis.doctor import console, other_heads, parts, tensors, words
+from hydraspec.analysis.doctor import console, other_heads, page, parts, tensors, words
 from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried, diagnose
 from hydraspec.analysis.doctor.expected import Expected, of_card
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
@@ -28,7 +28,7 @@ from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.counters import StepSums
 from hydraspec.metrics.draft_figures import ChainPlaces, draft_share, figures
 from hydraspec.metrics.files import Json, pretty_json, write_whole
-from hydraspec.metrics.run_files import DOCTOR
+from hydraspec.metrics.run_files import DOCTOR, DOCTOR_REPORT
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
 from hydraspec.speculators.registry import SPECULATORS
@@ -103,6 +103,7 @@ def examine(
         firsts = [r for r in workload.requests if r.after is None]  # of their conversations
         result = _result(patient, few(firsts, count), quiet=quiet) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
+    write_whole(folder.path / DOCTOR_REPORT, page.page_of(result))
     console.show(result, folder.path / DOCTOR, quiet=quiet)
     return result
 

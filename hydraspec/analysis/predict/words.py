@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from hydraspec.metrics.files import Json
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
 from hydraspec.metrics.statistics import range_words
 from hydraspec.study import html
-from hydraspec.study.charts import Bar, horizontal_bars
+from hydraspec.study.blocks import Block, Kind, Line, Section, Study, Table, Verdict
+from hydraspec.study.charts import COLORS, Points, Spot, scatter
 from hydraspec.study.console import print_table, run_console, table_console
 
 MAX_WARNINGS = 6
@@ -47,30 +49,61 @@ def _say(console: Any, text: str, style: str | None = None) -> None:
 def page_of(result: Json) -> str:
     """The page of the content of predict.json."""
     rows, best = result["predictions"], best_rows(result)
-    bars = [
-        Bar(
-            label=f"{row['concurrency']} at once, K={row['num_speculative_tokens']}",
-            value=row["speedup"],
-            text=f"{row['speedup']:.2f}x",
-            color=_color(row["speedup"], is_best=i in best),
-        )
-        for i, row in enumerate(rows)
+    kinds: list[Kind] = [
+        "bad" if row["speedup"] < 1 else "good" if i in best else "" for i, row in enumerate(rows)
     ]
-    return html.render(
-        "predict.html",
-        title=title(result),
-        sentences=list(sentences(result)),
-        speedups=horizontal_bars(bars, description="Predicted speedup by K", mark=1.0),
-        header=header(result),
-        lines=[*map(cells(result), rows)],
-        best=best,
+    lines = [
+        Line(cells=found, kind=kind)
+        for found, kind in zip(map(cells(result), rows), kinds, strict=True)
+    ]
+    table = Block(
+        title="By requests at once and drafts a step",
+        note="Green: the best K for so many requests at once; red: slower than without drafts, as "
+        "below the break-even acceptance length. The rate is the acceptance, equal at every "
+        "position, that gives this length.",
+        sentences=list(remarks(result)),
+        table=Table(header=header(result), lines=lines, num_left=2),
     )
+    chosen = next((one for one in result["best"] if one["num_speculative_tokens"]), None)
+    answer = Verdict(
+        kind="good" if chosen else "bad",
+        about="Predicted",
+        sentence="; ".join(best_of(result)) + ".",
+        to_do=[
+            "Measure it: python -m hydraspec with the same keys, method.num_speculative_tokens="
+            f"{chosen['num_speculative_tokens']} and workload.concurrency={chosen['concurrency']}."
+            if chosen
+            else "Decode without drafts, or try another drafter."
+        ],
+    )
+    made = Study(
+        question=title(result),
+        verdicts=[answer],
+        sections=[Section(title="", blocks=[_chart(rows), table])],
+    )
+    return html.study_page(made, Path())
 
 
-def _color(speedup: float, *, is_best: bool) -> str:
-    if speedup < 1:
-        return "var(--bad)"
-    return "var(--good)" if is_best else "var(--method)"
+def _chart(rows: Sequence[Json]) -> Block:
+    """A line over K for each number of requests at once."""
+    lines: dict[int, list[Spot]] = {}
+    for row in rows:
+        k, speedup = row["num_speculative_tokens"], row["speedup"]
+        spot = Spot(x=k, y=speedup, title=f"{row['concurrency']} at once, K={k}: {speedup:.2f}x")
+        lines.setdefault(row["concurrency"], []).append(spot)
+    drawn = scatter(
+        [
+            Points(name=f"{at_once} at once", color=color, values=spots)
+            for (at_once, spots), color in zip(lines.items(), cycle(COLORS))
+        ],
+        x_name="K, draft tokens a step",
+        y_name="speedup",
+        description="Predicted speedup by K, a line for each number of requests at once",
+        x_ticks=sorted({row["num_speculative_tokens"] for row in rows}),
+        level=1.0,
+    )
+    note = "Over decoding without drafts; dashed: as fast as without."
+    return Block(title="Predicted speedup", note=note, chart=drawn, narrow=True)
 
 
 def title(result: Json) -> str:
@@ -127,8 +160,13 @@ def best_rows(result: Json) -> list[int]:
 
 
 def sentences(result: Json) -> Iterator[str]:
-    """Sentences on the K that wins, those that lose, the error beside a measurement, and what is
-    assumed."""
+    """Sentences on the K that wins, then `remarks`."""
+    yield from best_of(result)
+    yield from remarks(result)
+
+
+def best_of(result: Json) -> Iterator[str]:
+    """The K that wins at each number of requests at once, if one does."""
     for best in result["best"]:
         if best["num_speculative_tokens"]:
             yield (
@@ -137,6 +175,10 @@ def sentences(result: Json) -> Iterator[str]:
             )
         else:
             yield f"{best['concurrency']} at once: no K is faster than no drafts"
+
+
+def remarks(result: Json) -> Iterator[str]:
+    """Sentences on the K that lose, the error beside a measurement, and what is assumed."""
     for text in result["warnings"][:MAX_WARNINGS]:
         yield f"Warning: {text}"
     if (more := len(result["warnings"]) - MAX_WARNINGS) > 0:

@@ -81,6 +81,9 @@ def test_the_page_escapes_names() -> None:
     page = page_of(WINNING)
     assert "&lt;t&gt;" in page
     assert "<t>" not in page
-    assert 'class="best"' in page
-    assert 'class="best"' not in page_of(LOSING)
-    assert "var(--bad)" in page_of(LOSING)
+    assert '<tr class="good">' in page
+    assert '<div class="card answer good">' in page
+    losing = page_of(LOSING)
+    assert '<tr class="good">' not in losing
+    assert '<tr class="bad">' in losing
+    assert "Decode without drafts" in losing
