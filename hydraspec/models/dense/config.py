@@ -21,7 +21,7 @@ from hydraspec.models.rope_scaling import Rope, read_rope
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Family:
-    """What differs between families beyond their files' values."""
+    """Properties of a model family that its checkpoints' files do not state."""
 
     bias: Literal["none", "keys", "qkv"] = "none"  # keys: attention_bias and mlp_bias decide
     qk_norm: bool = False
@@ -69,12 +69,12 @@ class DenseConfig(DecoderConfig):
 
     @property
     def score_scale(self) -> float:
-        """What multiplies attention scores."""
+        """Factor of attention scores: 1/sqrt(head_dim), times the square of YaRN's gain."""
         return float(self.head_dim**-0.5 * self.rope.gain**2)
 
     @property
     def divided(self) -> Divided:
-        """What tensor-parallel ranks divide."""
+        """Dimensions that tensor-parallel ranks divide."""
         kv_heads = {"num_key_value_heads": self.num_kv_heads}
         return Divided(self.num_heads, kv_heads, {"intermediate_size": self.intermediate_size})
 
@@ -123,7 +123,7 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
 
 
 def _activation(reader: ConfigReader) -> Activation:
-    """What hidden_act means; gelu_pytorch_tanh comes in draft heads made for Gemma targets."""
+    """The activation of hidden_act; draft heads made for Gemma targets have gelu_pytorch_tanh."""
     name = reader.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise reader.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
@@ -133,7 +133,7 @@ def _activation(reader: ConfigReader) -> Activation:
 
 
 def _refuse_uncomputed(reader: ConfigReader) -> None:
-    """Keys of neighbouring families, which would change the computation. Raises CheckpointError."""
+    """Raises CheckpointError for keys of related families that would change the computation."""
     for key in ("partial_rotary_factor", "residual_multiplier"):
         if reader.get(key, 1) != 1:
             raise reader.fail(key, "1 or nothing; no other value is computed: use another model")

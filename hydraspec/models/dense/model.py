@@ -24,7 +24,7 @@ _NOT_OURS = (
 
 
 class DenseTarget(Decoder):
-    """Implements TargetModel."""
+    """Llama-like dense target; implements TargetModel."""
 
     layer_type = DenseLayer
     read_config = staticmethod(read_dense_config)

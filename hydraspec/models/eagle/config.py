@@ -115,7 +115,7 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
 
 
 def _everywhere(*names: str) -> list[str]:
-    """Keys at the top level and, each after it, under eagle_config."""
+    """Paths of keys: each name at the top level, then the same name under eagle_config."""
     return [path for name in names for path in (name, f"eagle_config.{name}")]
 
 
@@ -248,8 +248,9 @@ def _ids(keys: ConfigReader, name: str) -> tuple[int, ...]:
 
 
 def _read_eagle1(opened: Checkpoint, method: str, found: Detected) -> EagleConfig:
-    """EAGLE-1. Mistral's heads keep layer 0's input norm and the final norm; all others have
-    neither (cnets.py of the authors' code), since the target's state is normed already.
+    """The config of an EAGLE-1 head. Mistral's heads keep layer 0's input norm and the final norm;
+    all others have neither (cnets.py of the authors' code), since the target's state is normed
+    already.
     """
     raw, keys = opened.config, ConfigReader(opened.config, str(opened.folder))
     if found.format == SPECULATORS:
@@ -288,7 +289,8 @@ def _nested(keys: ConfigReader) -> dict[str, Any]:
 
 def _layers(raw: dict[str, Any]) -> dict[str, Any]:
     """The config of a draft head's decoder layers. Llama layers with a sliding window are read as
-    Mistral's, which compute the same. Of rotary parameters per layer type, the sliding ones apply.
+    Mistral's, which compute the same. If rotary parameters are given per layer type, those of
+    sliding layers are taken.
     """
     layers = dict(raw)
     rope = layers.get("rope_parameters")

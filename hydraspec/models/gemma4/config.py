@@ -2,7 +2,7 @@
 
 transformers' own config object moves `global_head_dim` and `num_global_key_value_heads` into
 `per_layer_config`; code that asks it for the attribute silently gets the sliding layers' sizes.
-Hence the raw file.
+Therefore the raw file is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULT_ROPE: dict[str, dict[str, Any]] = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LayerShape:
-    """What differs between decoder layers."""
+    """Shape of a decoder layer, as far as layers differ."""
 
     kind: str  # SLIDING or FULL
     head_dim: int
@@ -79,7 +79,7 @@ class Gemma4Config(DecoderConfig):
 
     @property
     def divided(self) -> Divided:
-        """What tensor-parallel ranks divide."""
+        """Dimensions that tensor-parallel ranks divide."""
         kv_heads = {f"KV heads of {layer.kind} layers": layer.num_kv_heads for layer in self.layers}
         widths = {"intermediate_size": min(layer.intermediate_size for layer in self.layers)}
         if self.num_experts:
