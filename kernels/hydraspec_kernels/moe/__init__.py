@@ -46,7 +46,9 @@ def moe(
     down: Tensor,
     activation: Activation = "gelu_tanh",
 ) -> Tensor:
-    """x [T, D], weights and experts [T, k], gate_up [E, D, 2I], down [E, I, D] -> [T, D]."""
+    """Weighted sum [T, D] of the k chosen experts of each row of x [T, D]; weights and experts
+    [T, k], gate_up [E, D, 2I], down [E, I, D].
+    """
     if runs_kernels(x) and x.dtype is not torch.float64:
         from hydraspec_kernels.moe.kernel import moe_cuda  # Triton, as above
 

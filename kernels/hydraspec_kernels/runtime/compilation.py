@@ -1,4 +1,4 @@
-"""How Triton compiles our kernels: launchers built fast, many kernels at once, and counted."""
+"""Compilation of kernels by Triton: quick builds of launchers, many kernels at once, a count."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Loading(Executor):
         return self._futures[-1]
 
     def start(self, num_processes: int) -> int:
-        """Compile everything submitted; returns the number of kernels."""
+        """Compiles everything submitted; returns the number of kernels."""
 
         def built(compile_kernel: Callable[[], Any]) -> None:
             kernel = compile_kernel()
@@ -154,14 +154,14 @@ def count_compiled() -> int:
 
 
 def has_async_compilation() -> bool:
-    """Returns whether Triton can compile in the background: not older versions, nor the
-    interpreter."""
+    """Returns whether Triton can compile in the background; older versions and the interpreter
+    cannot."""
     return hasattr(triton, "AsyncCompileMode") and not knobs.runtime.interpret
 
 
 @dataclass(slots=True)
 class Compiled:
-    """Results of compiling ahead; filled in when it ends."""
+    """Number of kernels compiled ahead, and seconds taken; filled in at the end."""
 
     num_kernels: int = 0
     stepping_s: float = 0.0  # recording the calls
@@ -171,7 +171,9 @@ class Compiled:
 
 @contextmanager
 def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compiled]:
-    """Record launches instead of running them; at the end `num_processes` processes compile."""
+    """Context that records launches instead of running them; at its end `num_processes` processes
+    compile the kernels.
+    """
     compiled, clock = Compiled(), time.perf_counter
     started, launch, seen = clock(), JITFunction.run, set[Hashable]()
 

@@ -12,7 +12,7 @@ load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.jit
 def _control(INSTRUCTION: gl.constexpr):
-    """A PTX instruction without operands."""
+    """Issues a PTX instruction without operands."""
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -36,7 +36,7 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # public since Triton 3
     def view_tiles(
         memory, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
     ):
-        """The same shared memory as COUNT tiles [ROWS, WIDTH]."""
+        """Shared `memory` seen as COUNT tiles [ROWS, WIDTH], without a copy."""
         return memory.reinterpret(memory.dtype, [COUNT, ROWS, WIDTH], LAYOUT)
 
 else:
@@ -45,5 +45,5 @@ else:
     def view_tiles(
         memory, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
     ):
-        """The same shared memory as COUNT tiles [ROWS, WIDTH]."""
+        """Shared `memory` seen as COUNT tiles [ROWS, WIDTH], without a copy."""
         return memory._reinterpret(memory.dtype, [COUNT, ROWS, WIDTH], LAYOUT)

@@ -61,7 +61,7 @@ def chunk_statistics(
 
 @triton.jit
 def q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width):
-    """q of target tokens; 0 outside the drafter's vocabulary."""
+    """Draft probability q of target tokens; 0 outside the drafter's vocabulary."""
     if draft_index_ptr is not None:
         token = tl.load(draft_index_ptr + token, mask=is_token, other=-1)
         is_token = token >= 0
