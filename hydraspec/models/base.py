@@ -36,7 +36,7 @@ class TargetModel(Protocol):
     block_size: BlockSize  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:
-        """The KV groups, in the order of Rows.slot_mapping. Also sets the block size that
+        """The KV groups, in the order of Rows.slot_mapping. The call also sets the block size that
         forward reads with: engines that share weights have a shallow copy of the target each.
         """
         ...
@@ -63,11 +63,11 @@ class TargetModel(Protocol):
         through batch.slot_mapping before they are read; a slot of -1 (only where batch.has_padding)
         writes none. Block 0 is reserved and stays zero.
 
-        needed: hidden states of other rows are not read and may come out as anything finite. Aux
-        states are those of all rows in any case.
+        needed: hidden states of other rows are not read and may be any finite numbers. Aux states
+        are those of all rows in any case.
 
-        received: from the stage before, by every pipeline stage but the first; its tensors may be
-        written to. A stage that is not the last returns what the next one receives.
+        received: the states from the stage before, None in the first pipeline stage; its tensors
+        may be written to. A stage that is not the last returns what the next one receives.
         """
         ...
 

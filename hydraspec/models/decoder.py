@@ -140,7 +140,7 @@ class Decoder(Weights):
         return super().tensors() | head
 
     def fill(self, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
-        """Fill the weights. Raises CheckpointError."""
+        """Fills the weights from files, or at random (weights="random"). Raises CheckpointError."""
         self.eos_token_ids = checkpoint.token_ids("eos_token_id", self.vocab_size)
         self.suppress_token_ids = checkpoint.token_ids("suppress_tokens", self.vocab_size)
         fill(self, checkpoint, weights=weights, seed=seed)

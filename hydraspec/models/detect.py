@@ -39,7 +39,7 @@ class Detected:
 
 
 def open_draft(checkpoint: str) -> Checkpoint:
-    """Reads a drafter's json files: config.json, or Mistral's params.json. Reads no tensors.
+    """Reads a drafter's json files, and no tensors: config.json, or Mistral's params.json.
 
     Quantisation settings are ignored: drafters often carry their target's, while their own weights
     are float. Tensors that are in fact quantised are refused as they are read. Raises
@@ -51,7 +51,7 @@ def open_draft(checkpoint: str) -> Checkpoint:
 def detect(opened: Checkpoint) -> Detected | None:
     """The drafter in the folder, or None if it holds none.
 
-    Reads tensor names only where config.json leaves the choice open; a key that is null counts as
+    Tensor names are read only if config.json leaves the choice open; a key that is null counts as
     absent. Raises CheckpointError for a format that is not supported, or a value of a wrong type.
     """
     raw = opened.config

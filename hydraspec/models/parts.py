@@ -40,7 +40,7 @@ class Part:
     where pipeline stages divide those.
     """
 
-    tensor: Tensor  # what this rank holds, seen as the checkpoint orders it
+    tensor: Tensor  # this rank's slice, with dimensions in the checkpoint's order
     dim: int
     share: Share
     repeats: int = 1  # the dimension holds as many blocks of share.size, each cut alike
@@ -66,8 +66,8 @@ class Part:
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def empty_whole(self) -> Tensor:
-        """An empty whole tensor with dimensions in this one's order of strides, in which random
-        numbers are drawn.
+        """An empty whole tensor whose dimensions have this part's order of strides, the order in
+        which random numbers are drawn.
         """
         strides = self.tensor.stride()
         order = sorted(range(len(strides)), key=lambda d: -strides[d])

@@ -73,5 +73,5 @@ class Place:
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor here, of this place's dtype unless another is given."""
+        """An uninitialised tensor on this device, of this place's dtype unless one is given."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

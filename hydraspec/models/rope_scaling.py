@@ -1,6 +1,6 @@
 """Rotary frequencies of checkpoints that stretch them: linear, dynamic, Llama 3 and YaRN scaling.
 
-Reads both published layouts: `rope_theta` beside `rope_scaling`, and one `rope_parameters`.
+Both published layouts are read: `rope_theta` beside `rope_scaling`, and one `rope_parameters`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Stage:
     count: int = 1
     num_layers: tuple[int, ...] | None = None  # of each stage; None: balanced
     drafts: bool = False  # a drafter runs on the last stage and may share the embedding
-    drafter_reads_kv: bool = False  # it reads KV of the last layer of each kind that writes KV
+    drafter_reads_kv: bool = False  # the drafter reads KV of the last KV owner of each kind
 
     @property
     def is_first(self) -> bool:
@@ -50,7 +50,7 @@ class LayerFacts:
 
 
 def layers_of_stage(stage: Stage, facts: LayerFacts) -> range:
-    """The layers of `stage`.
+    """Range of the layers that `stage` holds.
 
     Raises:
         ConfigurationError: the split is impossible; the message names possible ones.

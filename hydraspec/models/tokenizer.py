@@ -166,8 +166,8 @@ def _panics_as_errors() -> Iterator[None]:
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer | None:
-    """The folder's tokenizer, or None where it has no tokenizer files. Never runs code from the
-    folder.
+    """The folder's tokenizer, or None if it has no tokenizer files. Code in the folder is not
+    run.
 
     Raises CheckpointError if the files are there and unreadable, or larger than MAX_FILE_BYTES.
     """
@@ -199,7 +199,7 @@ def _silent() -> Iterator[None]:
     """Context that drops stderr: the library prints a panic before it can be caught."""
     try:
         kept = os.dup(2)
-    except OSError:  # closed
+    except OSError:  # stderr is closed
         yield
         return
     try:

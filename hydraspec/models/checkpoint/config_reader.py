@@ -10,12 +10,12 @@ from hydraspec.errors import CheckpointError
 
 MAX_COUNT = 1 << 24  # sixteen million: more than any vocabulary, width or length of a model
 MAX_SHOWN = 200  # characters of a value in a message
-MAX_NUMBER = 1e30  # float32 holds it, its inverse and, in sums, its multiples
+MAX_NUMBER = 1e30  # float32 holds this number, its inverse, and sums of multiples
 MAX_EPS = 1.0  # of a norm: a larger one would outweigh the mean square of activations
 
 
 class ConfigReader:
-    """Keys of one config. A key that is absent or null has the family's default, if it has one."""
+    """Reader of a config's keys. An absent or null key has the family's default, if one exists."""
 
     def __init__(
         self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None

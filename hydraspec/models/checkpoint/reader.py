@@ -1,7 +1,7 @@
 """Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are
 used.
 
-Knows the Hugging Face folder layout and Mistral's, and nothing about any architecture.
+The module knows the Hugging Face folder layout and Mistral's, and nothing about any architecture.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Checkpoint:
         """Ids under a key of generation_config.json, else of config.json; those outside the
         vocabulary are dropped.
 
-        Raises CheckpointError: neither a whole number from 0, nor a list of them.
+        Raises CheckpointError for a value that is neither a whole number from 0 nor a list of them.
         """
         sources = {
             "generation_config.json": self.generation_config,

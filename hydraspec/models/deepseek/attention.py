@@ -96,7 +96,7 @@ class LatentAttention(Weights):
             self.q_norm = Norm(config.q_rank, LATENT_EPS, place)
             self.q_up = Linear(place, config.q_rank, {"q_b_proj": queries})
         elif self.down.bias is not None:
-            self.down.bias.zero_()  # q_proj has none
+            self.down.bias.zero_()  # checkpoints have no bias of q_proj
         self.kv_norm = Norm(config.kv_rank, LATENT_EPS, place)
         self.kv_up = HeadLatents(config, self.heads, place)
         values = self.heads.times(config.value_dim)
@@ -105,7 +105,7 @@ class LatentAttention(Weights):
     def tensors(self) -> Tensors:
         """Weights by their names below `self_attn.`."""
         found = super().tensors()
-        found.pop("q_proj.bias", None)  # no file has one
+        found.pop("q_proj.bias", None)  # not in checkpoints
         return found
 
     def finish(self) -> None:

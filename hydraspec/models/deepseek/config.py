@@ -10,7 +10,7 @@ from hydraspec.models.checkpoint.config_reader import ConfigReader
 from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MAX_GAIN, Rope, read_rope, yarn_mscale
 
-# Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.
+# Files may leave out values that equal transformers' (DeepseekV3Config), except widths.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -85,7 +85,7 @@ class DeepseekConfig(DecoderConfig):
 def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfig:
     """The shape in a raw config.json; `where` names the folder in messages.
 
-    Raises CheckpointError for keys that are absent, out of range or ask for what we do not compute.
+    Raises CheckpointError for keys that are absent, out of range or not supported.
     """
     reader = ConfigReader(config, where, DEFAULTS)
     _refuse_unsupported(reader)

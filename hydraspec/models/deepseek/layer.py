@@ -84,7 +84,7 @@ class DeepseekLayer(PreNormLayer):
 
     @staticmethod
     def group_shape(config: DeepseekConfig, kind: str, block_size: int, place: Place) -> GroupShape:
-        """The attention of all layers, over rows [1, kv_rank + rope_dim] of the cache, with this
+        """Attention shape of all layers, over rows [1, kv_rank + rope_dim] of the cache, with this
         rank's heads. Every rank caches whole rows.
         """
         return GroupShape(

@@ -1,7 +1,7 @@
 """DeepSeek-V3 as a target: latent attention over a compressed cache, experts in groups.
 
-Follows the released checkpoints' format and transformers' arithmetic (DeepseekV3ForCausalLM). The
-multi-token-prediction layers after the last one belong to the drafter (mtp/).
+It follows the released checkpoints' format and transformers' arithmetic (DeepseekV3ForCausalLM).
+The multi-token-prediction layers after the last one belong to the drafter (mtp/).
 """
 
 from __future__ import annotations

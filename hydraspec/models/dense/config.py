@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-MISTRAL_WINDOW = 4096  # of a Mistral config without the key; null means none
+MISTRAL_WINDOW = 4096  # sliding_window of Mistral configs without the key; null means none
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
     """The shape in a raw config.json, top level or under text_config; `where` names the folder.
 
     Raises CheckpointError for a model_type that is not in FAMILIES, and for keys that are absent,
-    out of range or ask for what we do not compute.
+    out of range or not supported.
     """
     values = text_part(config)
     model_type = values.get("model_type")
@@ -127,7 +127,7 @@ def _activation(reader: ConfigReader) -> Activation:
     name = reader.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise reader.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-    if reader.get("hidden_activation") not in (None, name):  # Gemma's name for the same
+    if reader.get("hidden_activation") not in (None, name):  # Gemma's name of hidden_act
         raise reader.fail("hidden_activation", f"{name} or nothing, since hidden_act says {name}")
     return ACTIVATIONS[name]
 
@@ -152,7 +152,7 @@ def _refuse_uncomputed(reader: ConfigReader) -> None:
 
 
 def _heads(reader: ConfigReader) -> tuple[int, int]:
-    """Query heads and head_dim."""
+    """Number of query heads, and head_dim."""
     heads, width = reader.count("num_attention_heads"), reader.count("hidden_size")
     head_dim = reader.count("head_dim", width // heads if width % heads == 0 else None)
     if head_dim % 2:
@@ -168,7 +168,7 @@ def _kv_heads(reader: ConfigReader, heads: int) -> int:
 
 
 def _windows(reader: ConfigReader, family: Family) -> tuple[tuple[str, ...], int | None]:
-    """Layer kinds and the sliding layers' window."""
+    """Layer kinds, and the sliding layers' window; None if there are no sliding layers."""
     num_layers = reader.count("num_hidden_layers")
     kinds, window = reader.get("layer_types"), None
     if family.window == "given":

@@ -55,7 +55,7 @@ class DenseLayer(PreNormLayer):
 
     @staticmethod
     def group_shape(config: DenseConfig, kind: str, block_size: int, place: Place) -> GroupShape:
-        """The attention of the KV group of a kind of layers, with this rank's heads."""
+        """Attention shape of the KV group of a kind of layers, with this rank's heads."""
         queries, kv = place.heads(config.num_heads, config.num_kv_heads)
         return GroupShape(
             num_heads=queries.count,

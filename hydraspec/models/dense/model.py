@@ -1,7 +1,7 @@
 """Llama-like dense decoders over a paged KV cache: Llama 3, Mistral, Qwen2, Qwen3 and MiMo.
 
-Follows the checkpoints' published format and transformers' arithmetic. Knows nothing of
-scheduling or speculation.
+The model follows the checkpoints' published format and transformers' arithmetic, and knows nothing
+of scheduling or speculation.
 """
 
 from __future__ import annotations

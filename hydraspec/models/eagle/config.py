@@ -42,7 +42,7 @@ class EagleConfig:
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
     aux_layer_ids: tuple[int, ...] | None = None  # None: the default for the target's depth
-    num_aux: int | None = None  # where stated
+    num_aux: int | None = None  # number of aux states, if the config states it
     use_aux: bool = True  # else its input is the target's final hidden state, without fc
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -135,8 +135,9 @@ def _flag(keys: ConfigReader, key: str) -> bool | None:
 
 
 def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tuple[bool, str]:
-    """norm_before_residual of a config without it, and a note about that: the default of vLLM's
-    loader (ADR 17). The class that writes speculators folders has another default for eagle3 only.
+    """The value of norm_before_residual for a config that does not give it: the default of vLLM's
+    loader (ADR 17); and a note for the user. The class that writes speculators folders has another
+    default for eagle3 only.
     """
     value, why = False, "as vLLM and the code of EAGLE's authors compute it"
     if form == SPECULATORS:

@@ -84,8 +84,8 @@ class CentroidHead(Weights):
 
 
 class Gemma4Assistant(Weights):
-    """The draft head. It owns no KV and writes none; its logits have no soft cap (as in
-    transformers).
+    """Draft head of a Gemma 4 assistant. It owns no KV and writes none; its logits have no soft cap
+    (as in transformers).
     """
 
     spec: DraftSpec

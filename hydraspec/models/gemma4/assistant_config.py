@@ -25,7 +25,7 @@ class AssistantConfig:
 
 
 def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
-    """Open an assistant's folder and read its shape. Raises CheckpointError."""
+    """Opens an assistant's folder and reads its shape. Raises CheckpointError."""
     opened = open_checkpoint(checkpoint)
     raw, where = opened.config, str(opened.folder)
     if raw.get("model_type") not in MODEL_TYPES:

@@ -16,7 +16,7 @@ from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MIN_THETA
 
-# Released configs leave out what equals transformers' default (Gemma4TextConfig).
+# Released configs leave out values that equal transformers' defaults (Gemma4TextConfig).
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -59,7 +59,7 @@ class RopeShape:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """The text model's shape."""
+    """Shape of a Gemma 4 text model."""
 
     sliding_window: int
     softcap: float | None
@@ -98,8 +98,7 @@ def read_gemma4_config(
     """The shape in a raw config.json; `where` names the folder in messages.
 
     An assistant's layers own no KV; each reads the target's last owner of its type (kv_source -1
-    here). Raises CheckpointError for keys that are absent, out of range or ask for what we do not
-    compute.
+    here). Raises CheckpointError for keys that are absent, out of range or not supported.
     """
     reader = ConfigReader(text_part(config), where, DEFAULTS)
     _refuse_unsupported(reader)

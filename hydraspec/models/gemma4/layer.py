@@ -162,7 +162,7 @@ class Gemma4Layer(Weights):
 
     @staticmethod
     def group_shape(config: Gemma4Config, kind: str, block_size: int, place: Place) -> GroupShape:
-        """The attention of the KV group of a kind of layers, which all have one shape, with this
+        """Attention shape of the KV group of a kind of layers, which all have one shape, with this
         rank's heads.
         """
         layer = next(layer for layer in config.layers if layer.kind == kind)

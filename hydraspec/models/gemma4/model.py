@@ -1,8 +1,8 @@
 """The Gemma 4 text model: dense, per-layer-input and mixture-of-experts shapes over a paged KV
 cache.
 
-Follows the released checkpoints' format and transformers' arithmetic (Gemma4ForCausalLM). Knows
-nothing of scheduling or speculation.
+The model follows the released checkpoints' format and transformers' arithmetic
+(Gemma4ForCausalLM), and knows nothing of scheduling or speculation.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class MTPConfig:
     """The MTP layers of a checkpoint."""
 
     layout: MTPLayout
-    block: DeepseekConfig | DenseConfig  # what each layer's decoder block is
+    block: DeepseekConfig | DenseConfig  # of each layer's decoder block
     num_layers: int
     prefixes: tuple[str, ...]  # of each layer's tensors, without `model.`
 

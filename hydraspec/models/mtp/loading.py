@@ -27,7 +27,7 @@ def load_mtp(
     opened = open_draft(checkpoint)
     where = str(opened.folder)
     if detect(opened) is None:
-        read_mtp_config(opened)  # says which key announces no layers
+        read_mtp_config(opened)  # raises, naming the key that announces no layers
     found = check_method(opened, "mtp")
     config = read_mtp_config(opened)
     check_num_drafts(num_drafts, config.num_layers, where)
