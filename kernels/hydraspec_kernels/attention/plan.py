@@ -218,7 +218,7 @@ def device_plan(
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
 ) -> DevicePlan:
-    """The kernels' plan; see `plan_attention`. Makes no tensor and launches nothing."""
+    """The kernels' plan; see `plan_attention`. No tensor is made and nothing is launched."""
     num_rows = num_requests = max_rows = 0
     for segment in segments:
         num_requests += segment.num_requests

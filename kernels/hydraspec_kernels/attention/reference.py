@@ -92,7 +92,7 @@ def prefill_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
 def latent_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
     """Attention of query [T, Hq, H] over a latent cache [rows, 1, H] -> [T, Hq * Hv], by request.
 
-    Multi-head latent attention with absorbed projections (DeepSeek-V2, section 2.1): all heads
+    In multi-head latent attention with absorbed projections (DeepSeek-V2, section 2.1) all heads
     share one key per token, whose first Hv = latent_dim numbers are also the value; the rest
     carries the rotary position. Padding rows are zeros, as in `prefill_attention_reference`.
     """

@@ -1,4 +1,4 @@
-"""Choice of the kernel for an attention plan, and division of its work. Imports no Triton.
+"""Choice of the kernel for an attention plan, and division of its work, without importing Triton.
 
 Every result depends on host numbers only, never on sequence lengths: a CUDA graph has one tiling,
 and sums have one order.
@@ -52,7 +52,7 @@ def _is_power_of_2(n: int) -> bool:
 
 
 def _splits(programs: int, most: int) -> int:
-    """Splits of each program's keys that fill the device: a power of two, up to `most`."""
+    """Number of splits of a program's keys that fill the device: a power of two, up to `most`."""
     wanted = max(1, min(FULL_DEVICE // programs, most))
     return 1 << (wanted.bit_length() - 1)
 
@@ -237,7 +237,7 @@ def prefill_tiling(shape: GroupShape) -> PrefillTiling:
 
 
 def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
-    """Returns whether the prefill kernel supports a plan with more rows than splits pay for."""
+    """Returns whether the prefill kernel supports a plan, which must have many rows per request."""
     shape = plan.shape
     group = shape.num_heads // shape.num_kv_heads
     return (

@@ -1,8 +1,8 @@
 """Sums and gathers over ranks: a program sends its part to every rank, receives everyone's, and
 computes the same from them as the programs of the other ranks.
 
-Gluon, because 16 bytes of a message are one access of one thread, which takes a layout that is
-known. It has no interpreter: only tests on devices run this.
+The kernels are in Gluon, because 16 bytes of a message are one access of one thread, which takes a
+known layout. Gluon has no interpreter: only tests on devices run this.
 """
 
 from __future__ import annotations

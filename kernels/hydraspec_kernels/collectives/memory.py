@@ -48,7 +48,7 @@ def shared_memory(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
-    bases: list[int] = handle.buffer_ptrs  # of allocations, in which a pool may place the memory
+    bases: list[int] = handle.buffer_ptrs  # of allocations; a pool may place the memory inside one
     offset = torch.tensor([memory.data_ptr() - bases[dist.get_rank(group)]], device=device)
     offsets = torch.empty(len(bases), dtype=offset.dtype, device=device)
     dist.all_gather_into_tensor(offsets, offset, group=group)

@@ -37,7 +37,8 @@ def embed_part(
     token_ids: Tensor, table: Tensor, first: int, num_tokens: int, scale: float | None = None
 ) -> Tensor:
     """Embeddings [..., D] of the num_tokens tokens from `first` on, whose rows are the first ones
-    of table; zeros for other tokens. Parts of a vocabulary add up to `embed` of the whole table.
+    of table [.., D]; zeros for other tokens. Parts of a vocabulary add up to `embed` of the whole
+    table.
     """
     if runs_kernels(table) and table.dtype is not torch.float64:
         from hydraspec_kernels.embedding.kernel import embed_part_cuda  # Triton, as above

@@ -26,8 +26,8 @@ MOST_EXACT_ROWS = 64  # of float32
 MOST_EXACT_PRODUCTS = 4_000_000  # of float32: multiplications of a linear
 SHORT_K = 512
 SPLIT_K = 8192  # from here on splitting K among wide tiles pays
-SHORT_SPLIT_K = 2048  # the same at 33 to 64 rows, for outputs of up to 4096 columns
-LONG_K = 16384  # the same at 65 to 128 rows, for outputs of more columns
+SHORT_SPLIT_K = 2048  # SPLIT_K at 33 to 64 rows, for outputs of up to 4096 columns
+LONG_K = 16384  # SPLIT_K at 65 to 128 rows, for outputs of more columns
 
 
 @dataclass(frozen=True, slots=True)

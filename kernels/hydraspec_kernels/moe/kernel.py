@@ -26,7 +26,7 @@ COMBINE_BLOCK = 1024  # columns of a program of combine_kernel
 def group_pairs_kernel(
     # [max_blocks, BLOCK_M] pairs of a block, num_pairs after its last pair
     pairs_ptr,
-    # [max_blocks] its expert, -1 for a block without pairs
+    # [max_blocks] the block's expert, -1 for a block without pairs
     block_experts_ptr,
     # [num_pairs]
     chosen_ptr,

@@ -34,7 +34,7 @@ WRITING = {
 
 
 class Rehearsing(TorchFunctionMode):
-    """Skips matrix products and indexed writes, and replaces the indices of reads by zeros."""
+    """Mode that skips matrix products and indexed writes, and reads with zeros as indices."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -90,7 +90,8 @@ def can_compile_ahead(device: torch.device) -> bool:
 @contextmanager
 def compiled_ahead(device: torch.device) -> Iterator[Compiled]:
     """Context in which launches are recorded instead of run; when it ends, their kernels are
-    compiled and loaded in parallel. Results of the calls are undefined. Needs `can_compile_ahead`.
+    compiled and loaded in parallel. Results of the calls are undefined. `can_compile_ahead` must be
+    true.
 
     A kernel that fails to compile raises at its first real launch. No other thread of the process
     may launch kernels meanwhile.

@@ -46,7 +46,7 @@ def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: f
 
 
 def _await(children: set[int], timeout_s: float) -> None:
-    """Wait for the children and remove those that have ended from the set."""
+    """Waits for the children up to `timeout_s`, and removes those that ended from the set."""
     deadline = time.monotonic() + timeout_s
     while children and time.monotonic() < deadline:
         children -= {child for child in children if _has_ended(child, os.WNOHANG)}
@@ -73,7 +73,7 @@ def _kill(children: set[int], number: int) -> None:
 
 
 def _fork(calls: Sequence[Callable[[], object]], take: int) -> int:
-    """Fork a process that makes the calls whose indices it reads from the pipe."""
+    """Forks a process that makes the calls whose indices it reads from the pipe; returns its id."""
     parent = os.getpid()
     # A child interrupted before its `try` would return into the parent's code.
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

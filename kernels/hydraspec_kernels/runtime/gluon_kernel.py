@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# The copy by TMA: its name since Triton 3.8, else the earlier one, which 3.9 no longer has.
+# The copy by TMA has the first name since Triton 3.8; 3.9 no longer has the second one.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -18,14 +18,14 @@ def _control(INSTRUCTION: gl.constexpr):
 
 @gluon.jit
 def start_next(PDL: gl.constexpr):
-    """Let the next kernel start; see `launch_kernel`."""
+    """Lets the next kernel start; see `launch_kernel`."""
     if PDL:
         _control("griddepcontrol.launch_dependents; // dummy $0")
 
 
 @gluon.jit
 def wait_for_inputs(PDL: gl.constexpr):
-    """Return once all earlier kernels have ended and their writes can be read."""
+    """Waits until all earlier kernels have ended and their writes can be read."""
     if PDL:
         _control("griddepcontrol.wait; // dummy $0")
 

@@ -1,5 +1,5 @@
-"""Properties of a device that the kernels rely on. Imports no Triton, which may be missing where no
-kernel can run."""
+"""Properties of a device that the kernels rely on. Triton is not imported, as it may be missing
+where no kernel can run."""
 
 from __future__ import annotations
 

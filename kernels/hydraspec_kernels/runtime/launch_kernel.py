@@ -29,7 +29,7 @@ def start_next(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Return once all earlier kernels have ended and their writes can be read."""
+    """Waits until all earlier kernels have ended and their writes can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -51,7 +51,7 @@ def prepare_rows(
     them drafts; a missing draft (-1) still needs a row, with id 0.
     """
     if runs_kernels(slots):
-        # Triton is imported where kernels run only.
+        # Triton is imported only where kernels run.
         from hydraspec_kernels.step_inputs.kernel import prepare_rows_kernel
 
         return prepare_rows_kernel(state, layout, slots, groups, num_speculative_tokens)
@@ -83,8 +83,9 @@ def shifted_tokens(
 
 
 def newest_rows(verdict: Verdict, batch: LaidBatch, num_computed: Tensor) -> NewestRows:
-    """Newest computed row of each request, and the token sampled after it; num_computed [S] has
-    the committed verdict in it. Requests that did not sample give a valid but unused row and token.
+    """Newest computed row of each request, and the token sampled after the row; num_computed [S]
+    is read after the verdict is committed. Requests that did not sample give an unused row and
+    token in range.
     """
     if runs_kernels(num_computed):
         from hydraspec_kernels.step_inputs.kernel import newest_rows_kernel as run

@@ -41,7 +41,7 @@ def verify_sampled(
     """
     if not runs_kernels(logits) or logits.dtype is torch.float64:
         return verify_sampled_reference(logits, batch, state, rule, acceptance_length, flags)
-    # Triton is imported where kernels run only.
+    # Triton is imported only where kernels run.
     from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 
     if flags.any_truncation:

@@ -57,8 +57,8 @@ class Trial:
     def p_and_q_of_drafts(self) -> tuple[Tensor, Tensor]:
         """Probabilities p_j(x_j) and q_j(x_j) of the drafts, [B, K] each.
 
-        Drafts of greedy requests are argmaxes with q = 1: a step with greedy requests alone leaves
-        `q` unwritten. Since p of greedy requests is one-hot, no value of `q` spoils the residual.
+        Drafts of greedy requests are argmaxes with q = 1: steps with greedy requests alone do not
+        write `q`. Since p of greedy requests is one-hot, no value of `q` spoils the residual.
         """
         at = self.x.unsqueeze(-1)
         p = self.p[:, :-1].gather(-1, at).squeeze(-1)

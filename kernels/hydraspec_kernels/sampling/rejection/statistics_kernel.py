@@ -117,7 +117,7 @@ def row_statistics(
         if temperature > 0:
             masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
             mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
-            mass = tl.where(mass > 0, mass, 1.0)  # 0 where nothing is allowed
+            mass = tl.where(mass > 0, mass, 1.0)  # 0 if all tokens are cut off
             tl.store(mass_ptr + place, mass)
             x = finite(tl.load(logits_ptr + row * row_stride + draft))
             p = softmax_weights(x, peak, temperature) / mass

@@ -298,7 +298,7 @@ def _draw_of_rows(
             masses *= softmax_weights(peaks, peak, temperature)
             mass = tl.sum(masses, 0)
             tl.store(peak_ptr + row, peak)
-            tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0: nothing is allowed
+            tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0 if all tokens are cut off
             _, found = race(masses, key, chunk, FIRST_CHUNK)
             token = found * CHUNK + tl.arange(0, CHUNK)
             x = tl.load(values_ptr + token, mask=token < vocab_size, other=-float("inf"))

@@ -25,7 +25,7 @@ def truncate_(logits: Tensor, batch: VerifiedBatch, state: SlotSampling) -> None
     where the mass of a set of tokens is top_p up to rounding (of float32, 1e-5 of the whole at
     most), the kernels may keep one token more or fewer.
     """
-    # Triton is imported where kernels run only.
+    # Triton is imported only where kernels run.
     from hydraspec_kernels.sampling.truncation.launches import truncate_launches
 
     truncate_launches(logits, batch, state)

@@ -20,7 +20,7 @@ def verify_prefix(choices: Tensor, batch: VerifiedBatch) -> Verdict:
     accepts no draft.
     """
     if runs_kernels(choices):
-        # Triton is imported where kernels run only.
+        # Triton is imported only where kernels run.
         from hydraspec_kernels.sampling.verification.kernel import verify_prefix_kernel
 
         return verify_prefix_kernel(choices, batch)
