@@ -57,7 +57,7 @@ def load_parts(config: RunConfig) -> TransformersParts:
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, text.hidden_size)
     suppressed = opened.token_ids("suppress_tokens", text.vocab_size)
-    # Stops and sampling are the requests' own: nothing of the folder's defaults may come in.
+    # Requests set stops and sampling: the folder's defaults must not apply.
     model.generation_config = GenerationConfig(
         suppress_tokens=list(suppressed) or None, pad_token_id=0
     )

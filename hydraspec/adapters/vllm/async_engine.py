@@ -17,7 +17,7 @@ def start_data_parallel(arguments: dict[str, Any]) -> DataParallel:
 
     loop = asyncio.new_event_loop()
 
-    async def start() -> Any:  # inside the loop: it starts its tasks there
+    async def start() -> Any:  # the engine starts its tasks in the running loop
         return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments))
 
     try:

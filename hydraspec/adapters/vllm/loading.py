@@ -219,7 +219,7 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
         "model": str(folder),
         **_weights(config),
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is the requests' own
+        "generation_config": "vllm",  # requests set all sampling parameters
         "language_model_only": True,
         "dtype": config.target.dtype.value,
         "max_model_len": config.target.max_model_len,
@@ -323,7 +323,7 @@ def _start(config: RunConfig, arguments: dict[str, Any], stats: StepStats | None
         if isinstance(error, torch.OutOfMemoryError) or "memory" in _first_line(error):
             raise UserError(f"{failed}: {FOR_MEMORY}") from error
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            error.add_note(failed)  # no word on the checkpoint: a driver, a process that died
+            error.add_note(failed)  # not about the checkpoint: a driver, a process that died
             raise
         raise CheckpointError(
             f"{failed}: see the models and options that it supports, or choose engine=native"
