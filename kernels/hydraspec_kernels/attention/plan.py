@@ -167,7 +167,7 @@ class DevicePlan:
 
     @property
     def starts(self) -> Tensor:
-        """The query_start_loc that kernels get, any tensor if each request has one row."""
+        """The kernels' query_start_loc; a tensor that is not read if each request has one row."""
         return self.seq_lens if self.query_start_loc is None else self.query_start_loc
 
     def check(self, query: Tensor, cache: Tensor) -> None:

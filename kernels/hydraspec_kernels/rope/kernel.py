@@ -37,7 +37,7 @@ def rope_table_kernel(
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
     angle = position * theta
-    # The fast approximations do not do: large positions need an exact range reduction.
+    # Fast approximations do not suffice: large positions need an exact range reduction.
     cos, sin = tl.cos(angle), tl.sin(angle)
     inside = (row < num_rows) & (i < half)
     at = row * (2 * half) + i
