@@ -45,8 +45,8 @@ class AttentionShape:
 
 
 class Attention(Weights):
-    """Query heads first, then key heads, then value heads, in one projection. Ranks divide the
-    heads: what each returns adds up to the block's output.
+    """Attention block with one projection for query heads, then key heads, then value heads. Ranks
+    divide the heads, and their outputs add up to the block's output.
     """
 
     names: Mapping[str, str] = {
@@ -94,9 +94,10 @@ class Attention(Weights):
         return with_gain(heads) if self.uses_cpu_norms else heads
 
     def partial_sums(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, input_size] normed -> [T, output_size], or partial sums of it [S, T, output_size].
+        """Output [T, output_size] for x [T, input_size], normed, or its partial sums
+        [S, T, output_size].
 
-        Writes this layer's keys and values into cache before reading it.
+        A layer with its own KV writes keys and values into cache before the cache is read.
         """
         attended = attend_projection(
             Projection(
@@ -110,7 +111,7 @@ class Attention(Weights):
         return self.out.partial_sums(attended)
 
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
-        """x [T, input_size] normed: this layer's keys and values into cache, and nothing else."""
+        """Writes keys and values of x [T, input_size], normed, into cache, without attention."""
         first = self.shape.num_heads * self.shape.head_dim
         kv = self.qkv.by_library(x, first)
         projection = Projection(kv, shared.cos, shared.sin, shared.cache_rows)

@@ -1,4 +1,4 @@
-"""Aux hidden states: the one counting of layers, and what a target's forward collects them with.
+"""Aux hidden states: how layers are counted, and the collector of a target's forward pass.
 
 Id i is the residual stream after i decoder layers, un-normed: 0 is the embedding output as the
 first layer reads it, num_layers what the final norm reads.
@@ -22,16 +22,16 @@ class AuxCollector:
         self._found: dict[int, Tensor] = {}
 
     def see(self, i: int, h: Tensor) -> None:
-        """h [T, D] is the stream after i layers."""
+        """Keeps a copy of the stream h [T, D] after i layers, if id i is requested."""
         if i in self.ids:
             self._found[i] = h.clone()
 
     def keep(self, ids: Sequence[int], states: Sequence[Tensor]) -> None:
-        """States [T, D] that earlier pipeline stages saw."""
+        """Adds the states [T, D] of `ids` that earlier pipeline stages collected."""
         self._found.update(zip(ids, states, strict=True))
 
     def states(self) -> list[Tensor]:
-        """One [T, D] per id, in the order of the ids."""
+        """The collected states, [T, D] for each requested id, in the order of the ids."""
         return [self._found[i] for i in self.ids]
 
 

@@ -1,4 +1,4 @@
-"""What the engine and the speculators may know of a target model."""
+"""The interface of a target model, as the engine and the speculators use it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
 
 
 class TargetModel(Protocol):
-    """A decoder over a paged KV cache. Run it under `torch.inference_mode`; it never reads the
-    device.
+    """A decoder over a paged KV cache. Run it under `torch.inference_mode`; no method of a step
+    waits for results of the device.
     """
 
     hidden_size: int
     vocab_size: int
-    vocabulary: Vocabulary  # the part of it that this rank holds
+    vocabulary: Vocabulary  # the part that this rank holds
     num_layers: int
     max_position_embeddings: int
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class TargetModel(Protocol):
     block_size: BlockSize  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:
-        """The KV groups, in the order of Batch.slot_mapping. Also sets the block size that
+        """The KV groups, in the order of Rows.slot_mapping. The call also sets the block size that
         forward reads with: engines that share weights have a shallow copy of the target each.
         """
         ...
@@ -63,33 +63,33 @@ class TargetModel(Protocol):
         through batch.slot_mapping before they are read; a slot of -1 (only where batch.has_padding)
         writes none. Block 0 is reserved and stays zero.
 
-        needed: hidden states of other rows are not read and may come out as anything finite. Aux
-        states are those of all rows in any case.
+        needed: hidden states of other rows are not read and may be any finite numbers. Aux states
+        are those of all rows in any case.
 
-        received: from the stage before, by every pipeline stage but the first; its tensors may be
-        written to. A stage that is not the last returns what the next one receives.
+        received: the states from the stage before, None in the first pipeline stage; its tensors
+        may be written to. A stage that is not the last returns what the next one receives.
         """
         ...
 
     def aux_ids_before(self, aux_layer_ids: Sequence[int]) -> list[int]:
-        """The aux ids whose states this stage receives."""
+        """The given aux ids whose states come from earlier pipeline stages."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
-        infinity.
+        """Logits [N, vocabulary.num_rows] of hidden [N, D], soft cap applied, suppressed tokens at
+        minus infinity.
         """
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], a new tensor, scaled as the first layer reads it (Gemma: by sqrt(D)
-        rounded to the model's dtype).
+        """Embeddings [..., D] of token_ids [...], a new tensor, scaled as the first layer reads
+        them (Gemma: by sqrt(D) rounded to the model's dtype).
         """
         ...
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
-        at rows [B] -> [B, D + H].
+        """Embeddings of token_ids [B], each concatenated with its row of hidden [B, H], or of
+        hidden [T, H] at rows [B] -> [B, D + H].
         """
         ...
 

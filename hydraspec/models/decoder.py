@@ -1,4 +1,4 @@
-"""What every target model has in common: tables, layers, a final norm, and how they are filled."""
+"""The base of every target model: tables, layers, a final norm, and how they are filled."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Decoder(Weights):
     shared, cache, next_norm, *extra)`. Its class has `group_shape`, the attention of a KV group,
     and `rope_tables`, a rotary table for each kind of layers; see `DenseLayer`.
 
-    A pipeline stage holds some of the layers. Layers are numbered globally everywhere; what other
-    stages hold is here without memory, by name and shape.
+    A pipeline stage holds some of the layers. Layers are numbered globally everywhere; weights of
+    other stages have names and shapes here, but no memory.
     """
 
     names: Mapping[str, str] = {"table": "embed_tokens.", "norm": "norm.", "layers": "layers."}
-    layer_type: ClassVar[Any]  # of (config, index, place)
+    layer_type: ClassVar[Any]  # called with (config, index, place)
 
     @staticmethod
     @abstractmethod
@@ -65,7 +65,9 @@ class Decoder(Weights):
         group: TensorGroup = SOLO,
         stage: Stage = WHOLE,
     ) -> Self:
-        """Read and check the config, then fill the weights. Raises CheckpointError."""
+        """The target of a checkpoint: its config is read and checked, then its weights are filled
+        ("checkpoint", "random", or "empty" to leave them). Raises CheckpointError.
+        """
         where = str(checkpoint.folder)
         config = cls.read_config(checkpoint.config, where)
         config.divided.check(group.size, where)
@@ -76,7 +78,7 @@ class Decoder(Weights):
         return model
 
     def __init__(self, config: Any, place: Place) -> None:
-        """Empty weights. Raises ConfigurationError: see layers_of_stage."""
+        """Builds all layers with empty weights. Raises ConfigurationError: see layers_of_stage."""
         layers = [partial(self.layer_type, config, i) for i in range(config.num_layers)]
         self.config, self.theta = config, self.frequencies(config, place)
         self.place, self.dtype, self.device = place, place.dtype, place.device
@@ -109,7 +111,9 @@ class Decoder(Weights):
     def _facts(
         self, config: DecoderConfig, layers: Sequence[Callable[[Place], Any]], place: Place
     ) -> LayerFacts:
-        """Facts of the whole model, from layers without memory: equal on all ranks."""
+        """Sizes, KV sources and kinds of all layers, from layers without memory, so that they are
+        equal on all ranks.
+        """
         nowhere = replace(place, group=SOLO, stage=WHOLE).if_held(False)
         built = [build(nowhere) for build in layers]
         return LayerFacts(
@@ -136,7 +140,7 @@ class Decoder(Weights):
         return super().tensors() | head
 
     def fill(self, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
-        """Fill the weights. Raises CheckpointError."""
+        """Fills the weights from files, or at random (weights="random"). Raises CheckpointError."""
         self.eos_token_ids = checkpoint.token_ids("eos_token_id", self.vocab_size)
         self.suppress_token_ids = checkpoint.token_ids("suppress_tokens", self.vocab_size)
         fill(self, checkpoint, weights=weights, seed=seed)
@@ -146,7 +150,7 @@ class Decoder(Weights):
             self._suppressed = torch.tensor(columns, device=self.device)
 
     def ignores(self, name: str) -> bool:
-        """Tensors that released checkpoints may hold without our needing them."""
+        """Returns whether released checkpoints may hold this tensor although it is not needed."""
         return name == "lm_head.weight" and self.tied
 
     def kv_source(self, layer: int) -> int:
@@ -213,18 +217,20 @@ class Decoder(Weights):
         return hidden[:num_rows], aux.states()
 
     def aux_ids_before(self, aux_layer_ids: Sequence[int]) -> list[int]:
-        """The aux ids whose states this stage receives."""
+        """The given aux ids whose states come from earlier pipeline stages."""
         return [i for i in aux_layer_ids if i < self.held.start]
 
     def _collector(self, aux_layer_ids: Sequence[int]) -> AuxCollector:
-        """Collects what this stage hands on: a state at its end is the stream itself."""
+        """Collector of the aux states that this stage returns. Before the last stage, a state at
+        the stage's end is left out: it is the stream, which the next stage receives.
+        """
         if self.stage.is_last:
             return AuxCollector(aux_layer_ids, self.num_layers)
         return AuxCollector([i for i in aux_layer_ids if i < self.held.stop], self.num_layers)
 
     def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
-        """What the layers of this stage read of a row beside the stream, if anything:
-        [T, layers, width]. embedded [T, D] is None after the first stage.
+        """Inputs [T, layers, width] that the layers of this stage read beside the stream; None if
+        there are none. embedded [T, D] is None after the first stage.
         """
         return None
 
@@ -242,7 +248,7 @@ class Decoder(Weights):
         kv_caches: list[Tensor | None],
         aux: AuxCollector,
     ) -> tuple[Tensor, Tensor]:
-        """Some layers: the stream h [T, D] before them and its norm y -> the same after them."""
+        """Runs some layers: the stream h [T, D] before them and its norm y -> both after them."""
         for i in layers:
             layer, extra = self.layers[i], self.extra_inputs(inputs, i)
             cache = self._cache(kv_caches, i)
@@ -261,8 +267,8 @@ class Decoder(Weights):
         return cache
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, vocabulary.num_rows], soft cap applied, suppressed tokens at minus
-        infinity.
+        """Logits [N, vocabulary.num_rows] of hidden [N, D], soft cap applied, suppressed tokens at
+        minus infinity.
         """
         return self.suppress(self.head.logits(hidden, self.softcap))
 
@@ -273,11 +279,11 @@ class Decoder(Weights):
         return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], a new tensor, scaled as the first layer reads it."""
+        """Embeddings [..., D] of token_ids [...], a new tensor, scaled as layer 0 reads them."""
         return self.table.embed(token_ids, self.embed_scale)
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
-        at rows [B] -> [B, D + H].
+        """Embeddings of token_ids [B], each concatenated with its row of hidden [B, H], or of
+        hidden [T, H] at rows [B] -> [B, D + H].
         """
         return self.table.embed_beside(token_ids, self.embed_scale, hidden, rows)

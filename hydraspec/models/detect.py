@@ -1,6 +1,6 @@
 """Detects the drafter in a checkpoint folder from its config and tensor names, never from its path.
 
-Only tells the published formats apart; the module of each draft head reads its whole config.
+It only tells the published formats apart; the module of each draft head reads its whole config.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KNOWN = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Detected:
-    """The drafter in a folder."""
+    """The drafter that a checkpoint folder holds."""
 
     method: str  # eagle, eagle3, peagle, mtp or gemma4_mtp
     format: str
@@ -39,7 +39,7 @@ class Detected:
 
 
 def open_draft(checkpoint: str) -> Checkpoint:
-    """Read a drafter's json files: config.json, or Mistral's params.json. Reads no tensors.
+    """Reads a drafter's json files, and no tensors: config.json, or Mistral's params.json.
 
     Quantisation settings are ignored: drafters often carry their target's, while their own weights
     are float. Tensors that are in fact quantised are refused as they are read. Raises
@@ -51,7 +51,7 @@ def open_draft(checkpoint: str) -> Checkpoint:
 def detect(opened: Checkpoint) -> Detected | None:
     """The drafter in the folder, or None if it holds none.
 
-    Reads tensor names only where config.json leaves the choice open; a key that is null counts as
+    Tensor names are read only if config.json leaves the choice open; a key that is null counts as
     absent. Raises CheckpointError for a format that is not supported, or a value of a wrong type.
     """
     raw = opened.config
@@ -232,7 +232,8 @@ def check_method(opened: Checkpoint, method: str) -> Detected:
 
 def _no_drafter(opened: Checkpoint, start: str) -> CheckpointError:
     """The error for a folder that holds no drafter. Raises the error about pickle files instead if
-    it has only such: configs of EAGLE's authors need not name the method, tensor names would.
+    the folder has no other weights: configs of EAGLE's authors need not name the method, which
+    tensor names would then tell.
     """
     if any(file for pattern in PICKLES for file in opened.folder.glob(pattern)):
         opened.entries()

@@ -1,8 +1,7 @@
-"""Which parts of a draft head tensor-parallel ranks divide, and which every rank holds whole
-(docs/adr/0022).
+"""Division of draft heads over tensor-parallel ranks: parts are divided, or held whole by every
+rank (docs/adr/0022).
 
-A part that is divided reads fewer bytes a pass, and costs reductions that a whole one does not
-need.
+With a divided part, a rank reads fewer bytes in a pass, but ranks have to add or exchange results.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ REDUCTION_US = 6.5
 
 def is_worth_dividing(place: Place, num_bytes: int, num_reductions: int) -> bool:
     """Returns whether reading its share of `num_bytes` saves a rank more time than the reductions
-    take. On a CPU always: all parts that can be divided are, and tests run them.
+    take. On a CPU the answer is always yes, so that tests run every part that can be divided.
     """
     if place.device.type == "cpu":
         return True
@@ -34,19 +33,19 @@ def is_worth_dividing(place: Place, num_bytes: int, num_reductions: int) -> bool
 
 
 def target_place(target: TargetModel) -> Place:
-    """The place of a head that is divided as its target is."""
+    """The place of a draft head that is divided over the same ranks as its target."""
     return Place(target.dtype, target.device, target.vocabulary.group)
 
 
 def whole(place: Place) -> Place:
-    """The same place for what every rank holds whole."""
+    """The same place without other ranks, for weights that every rank holds whole."""
     return replace(place, group=SOLO)
 
 
 def layers_place(
     target: TargetModel, divided: Divided, layers: Callable[[Place], Sequence[Weights]]
 ) -> Place:
-    """The place of decoder layers that have a KV cache of their own.
+    """The place of decoder layers that have their own KV cache.
 
     layers: builds them in a place (here without memory). A layer that is divided takes two sums
     over ranks. Layers that the ranks cannot divide evenly are held whole.
@@ -65,8 +64,8 @@ def layers_place(
 
 
 def head_place(target: TargetModel, num_rows: int, width: int) -> Place:
-    """The place of an output projection of its own, [num_rows, width]. Divided, it takes one
-    exchange for each choice of tokens.
+    """The place of a draft head's own output projection [num_rows, width]. If it is divided, each
+    choice of tokens takes one exchange between ranks.
     """
     place = target_place(target)
     num_bytes = num_rows * width * place.dtype.itemsize

@@ -1,4 +1,4 @@
-"""How a draft checkpoint is used, normalised once at load.
+"""Conventions of a draft checkpoint, normalised once at load.
 
 Most failures of speculative decoding in the field are a checkpoint read with the wrong
 convention, and show only as low acceptance. Every convention that differs between published heads
@@ -15,7 +15,7 @@ from hydraspec.shipped import ZOO_PREFIX
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DraftSpec:
-    """One draft head's conventions."""
+    """The conventions of a draft head."""
 
     method: str  # the method that runs it, such as gemma4_mtp
     hidden_width: int  # width of the hidden state that enters a step and is fed back
@@ -47,8 +47,8 @@ class DraftSpec:
         return ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
 
     def note_on_target(self, checkpoint: str) -> str | None:
-        """What to warn of where the head was made for another model than this target; None where
-        the names agree, or none is given. Folders, hub ids and zoo names of one model agree.
+        """A warning that the head was made for another model than this target; None where the names
+        agree, or none is given. Folders, hub ids and zoo names of one model agree.
         """
         if self.verifier is None or _model_name(self.verifier) == _model_name(checkpoint):
             return None

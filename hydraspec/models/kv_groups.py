@@ -1,4 +1,4 @@
-"""KV groups: the layers that share a block table, and what they share in one forward pass."""
+"""KV groups, layers that share a block table, and inputs that they share in a forward pass."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def group_layers(
     block_size: BlockSize,
     shape_of: Callable[[str, int], GroupShape],
 ) -> tuple[dict[str, GroupShape], list[KVGroupSpec]]:
-    """Layers that own KV (index -> kind) by kind: each group's attention, and its record for the
-    engine, in the order of KINDS. shape_of takes kind and block size.
+    """Groups layers that own KV (index -> kind) by kind. Returns the attention shape of each kind,
+    and the groups' records for the engine in the order of KINDS. shape_of takes kind and block
+    size.
     """
     shapes, specs = {}, []
     for kind in KINDS:
@@ -45,18 +46,18 @@ def group_layers(
 
 @dataclass(slots=True)
 class GroupPass:
-    """What the layers of one group share in one forward pass."""
+    """Inputs that the layers of a KV group share in one forward pass."""
 
     cos: Tensor  # [T, 1, H]
     sin: Tensor  # [T, 1, H], first half negated
     plan: AttentionPlan
     cache_rows: Tensor  # [T] to write, -1 for rows that write none
-    has_padding: bool = False  # known on the host: there may be such rows
+    has_padding: bool = False  # known on the host: cache_rows may contain -1
     _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
 
     def write(self, cache: Tensor, rows: Tensor) -> None:
-        """Write rows [T, ...] into cache [num_rows, ...]. Padding writes zeros into row 0, which is
-        the null block's and holds zeros.
+        """Writes rows [T, ...] into cache [num_rows, ...]. Padding writes zeros into row 0, which
+        is the null block's and holds zeros.
         """
         if not self.has_padding:
             cache.index_copy_(0, self.cache_rows, rows)
@@ -74,7 +75,7 @@ def group_passes(
     tables: Mapping[str, RopeTable],
     dtype: torch.dtype,
 ) -> dict[str, GroupPass]:
-    """The pass of every group of `group_layers`; tables are rotary tables of rows.positions."""
+    """The shared inputs of every kind of layers; tables are rotary tables of rows.positions."""
     assert shapes, "call kv_groups before forward"
     passes = {}
     for g, (kind, shape) in enumerate(shapes.items()):

@@ -1,8 +1,8 @@
 """Parts of a decoder layer that families share: norms, residual sum, gated MLP, pre-norm layer.
 
 A layer carries the residual stream and its norm side by side: `forward(h, y, ...)` takes the stream
-h and y = input_norm(h), and returns the stream after the layer and its norm by whatever reads it
-next. Residual sum and norms in between are one operation (`add_and_norm`), one kernel on a GPU.
+h and y = input_norm(h), and returns the stream after the layer and its norm for the next reader.
+Residual sum and norms in between are one operation (`add_and_norm`), one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Norm(Weights):
 
     @cached_property
     def gain(self) -> NormGain | None:
-        """What the CPU functions read, computed at the first use; None where they do not run."""
+        """The gain for the CPU functions, computed at the first use; None if they do not run."""
         return NormGain.of(self.weight, self.eps) if self.uses_cpu_norms else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape, a new tensor."""
+        """Norm of x [..., size], a new tensor of the same shape."""
         if self.gain is not None:
             return rms_norm_cpu(x, self.gain)
         return rms_norm(x, self.weight, self.eps)
@@ -59,12 +59,12 @@ def add_and_norm(
     scale: float | None = None,
     group: TensorGroup = SOLO,
 ) -> tuple[Tensor, Tensor]:
-    """(h + post(x)) * scale into the stream h [T, D] itself, and next_norm(h): what the next part
-    reads.
+    """Residual sum: sets the stream h [T, D] to (h + post(x)) * scale in place. Returns h, and
+    next_norm(h) for the next part.
 
-    x is a block's output [T, D] or partial sums of it [S, T, D], of which every rank of `group`
-    has some. post None adds it as it is (pre-norm decoders); next_norm None: the next part reads
-    the stream.
+    x is a block's output [T, D] or its partial sums [S, T, D], of which every rank of `group` has
+    some. post None: x is added as it is (pre-norm decoders); next_norm None: the next part reads
+    the stream, so that h is returned twice.
     """
     norm = next_norm or post
     assert norm is None or post is None or post.eps == norm.eps, "one kernel takes one eps"
@@ -96,7 +96,7 @@ def _kernel_options(
 
 
 class GatedMLP(Weights):
-    """down(act(gate(x)) * up(x)). Ranks divide the inner width: what each returns adds up to it."""
+    """Gated MLP down(act(gate(x)) * up(x)). Ranks divide the inner width; their outputs add up."""
 
     names: Mapping[str, str] = {"gate_up": "", "down": ""}
 
@@ -108,16 +108,16 @@ class GatedMLP(Weights):
         self.down = Linear(place, columns, {"down_proj": size}, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, D]."""
+        """Output [T, D] for x [T, D]; a rank's addend where ranks divide the inner width."""
         return self.down.forward(self.gate_up.gated(x, self.activation))
 
     def partial_sums(self, x: Tensor) -> Tensor:
-        """The same as [T, D], or as partial sums of it [S, T, D]."""
+        """Output [T, D] for x [T, D], or its partial sums [S, T, D]."""
         return self.down.partial_sums(self.gate_up.gated(x, self.activation))
 
 
 class PreNormLayer(Weights):
-    """h -> h + attention(norm(h)), then h -> h + mlp(norm(h)).
+    """Pre-norm decoder layer: h -> h + attention(norm(h)), then h -> h + mlp(norm(h)).
 
     Attributes:
         attention: has `partial_sums(y, shared, cache)` and `tensors()`.
@@ -148,13 +148,13 @@ class PreNormLayer(Weights):
         self.post_attention_norm = Norm(size, eps, place)
 
     def finish(self) -> None:
-        """Call once after the weights are filled."""
+        """Computes derived weights, if there are any; call once after the weights are filled."""
 
     def forward(
         self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """The stream h [T, D] (changed in place) and y [T, ...], what the attention reads:
-        input_norm(h) -> the stream after the layer, and its norm by `next_norm`.
+        """The stream after the layer, and its norm by `next_norm`, for the stream h [T, D] (changed
+        in place) and the attention's input y [T, ...], mostly input_norm(h).
         """
         attended = self.attention.partial_sums(y, shared, cache)
         norm, group = self.post_attention_norm, self.group

@@ -27,10 +27,10 @@ from hydraspec.parallel.vocabulary import Vocabulary
 
 
 class Linear(Weights):
-    """y = x W + b for x [T, k] -> y [T, n].
+    """Linear map y = x W + b, x [T, k] -> y [T, n].
 
     Ranks divide the columns of a map (`outputs`: shares of each projection's outputs), or its rows
-    (`inputs`): what each rank returns then adds up to y, and the first rank alone adds the bias.
+    (`inputs`): the ranks' outputs then add up to y, and the first rank alone adds the bias.
 
     Attributes:
         weight: [k, n] of this rank; see `Place.matrix` for its memory.
@@ -48,7 +48,7 @@ class Linear(Weights):
         dtype: torch.dtype | None = None,
         as_stored: bool = False,
     ) -> None:
-        """Empty weights.
+        """Builds empty weights.
 
         Args:
             outputs: the projections of the slab, in its order, by their names in the checkpoint
@@ -68,7 +68,7 @@ class Linear(Weights):
         self._adds_bias = not self.inputs.is_part or place.group.rank == 0
 
     def slices(self) -> Iterator[tuple[str, Share, slice]]:
-        """Each projection of the slab: its name, its share, its columns."""
+        """Yields each projection of the slab: its name, its share of outputs, its columns."""
         first = 0
         for name, share in self.outputs.items():
             yield name, share, slice(first, first + share.count)
@@ -88,21 +88,21 @@ class Linear(Weights):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, k] -> [T, n]; a rank's addend of it where ranks divide the inputs."""
+        """Output [T, n] for x [T, k]; a rank's addend where ranks divide the inputs."""
         return linear(x, self.weight, self.bias if self._adds_bias else None)
 
     def partial_sums(self, x: Tensor) -> Tensor:
-        """The same as [T, n], or as partial sums of it [S, T, n], which whoever reads them adds."""
+        """Output [T, n] for x [T, k], or its partial sums [S, T, n], which the next kernel adds."""
         if self.bias is not None:
             return self.forward(x)
         return linear_partials(x, self.weight)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """act(gate(x)) * up(x) [T, n / 2]; the slab holds gate and up."""
+        """Product act(gate(x)) * up(x) [T, n / 2] for x [T, k]; the slab holds gate and up."""
         return gated_linear(x, self.weight, self.bias, activation=activation)
 
     def gelu_times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """gelu(x W) * factor, all [T, n]; without a bias."""
+        """Product gelu(x W) * factor [T, n] for x [T, k] and factor [T, n]; without a bias."""
         return scaled_gelu_linear(x, self.weight, factor)
 
     def by_library(self, x: Tensor, first: int = 0) -> Tensor:
@@ -132,7 +132,7 @@ class Linear(Weights):
         return found
 
     def swapped(self) -> Linear:
-        """A map of two equally wide projections that change places."""
+        """A map with its two equally wide projections in each other's places."""
         half = self.weight.shape[1] // 2
         found = self.with_weight(self.weight.roll(half, 1))
         found.bias = None if self.bias is None else self.bias.roll(half)
@@ -150,14 +150,14 @@ class Table(Weights):
     def __init__(
         self, place: Place, vocabulary: Vocabulary, width: int, *, columns: Share | None = None
     ) -> None:
-        """Empty weights. `columns`: the `width` columns of the checkpoint's that a pipeline stage
-        holds; None: all."""
+        """Builds empty weights. `columns`: the `width` columns of the checkpoint's tensor that a
+        pipeline stage holds; None: all."""
         self.vocabulary, self.width, self.columns = vocabulary, width, columns
         self.weight = place.empty(vocabulary.num_rows, width)
         self.weight[vocabulary.num_tokens :] = 0.0
 
     def tensors(self) -> Tensors:
-        """This rank's tokens, without padding."""
+        """The rows of this rank's tokens by name, without padding."""
         tokens = self.vocabulary
         if tokens.group.size == 1 and self.columns is None:
             return {"weight": self.weight}
@@ -165,19 +165,19 @@ class Table(Weights):
         return {"weight": Part(self.weight[: share.count], 0, share, columns=self.columns)}
 
     def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
-        """Rows token_ids [...] of the whole table times scale -> [..., D], a new tensor."""
+        """Rows [..., D] of token_ids [...] in the whole table times scale, a new tensor."""
         return self.vocabulary.embed(token_ids, self.weight, scale)
 
     def embed_beside(
         self, token_ids: Tensor, scale: float | None, hidden: Tensor, rows: Tensor | None
     ) -> Tensor:
-        """`embed` of token_ids [B], and beside each its row of hidden [B, H], or of hidden [T, H]
-        at rows [B] -> [B, D + H].
+        """Embeddings of token_ids [B], each concatenated with its row of hidden [B, H], or of
+        hidden [T, H] at rows [B] -> [B, D + H].
         """
         return self.vocabulary.embed_beside(token_ids, self.weight, scale, hidden, rows)
 
     def logits(self, x: Tensor, softcap: float | None = None) -> Tensor:
-        """x [N, D] -> this rank's columns [N, num_rows], soft cap applied."""
+        """This rank's columns [N, num_rows] of the logits of x [N, D], soft cap applied."""
         return linear(x, self.weight.t(), softcap=softcap)
 
     def of_tokens(self, token_ids: Tensor) -> Table:

@@ -15,8 +15,8 @@ from hydraspec.models.place import Place
 
 
 class RoutedExperts(Weights):
-    """E times down(act(gate(x)) * up(x)), of which each row of x takes a few, weighted. Ranks
-    divide the inner width of every expert: what each returns adds up to the result.
+    """E gated MLPs down(act(gate(x)) * up(x)), of which each row of x takes the weighted sum of a
+    few. Ranks divide the inner width of every expert; their outputs add up to the result.
     """
 
     def __init__(
@@ -35,7 +35,9 @@ class RoutedExperts(Weights):
         }
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """x [T, D], weights and indices of the chosen experts [T, top_k] -> [T, D]."""
+        """Weighted sum [T, D] of the chosen experts for x [T, D]; weights and indices [T, top_k]
+        of the experts.
+        """
         return moe(x, weights, experts, self.gate_up, self.down, self.activation)
 
     def swapped(self) -> RoutedExperts:
@@ -46,8 +48,8 @@ class RoutedExperts(Weights):
 
 
 def one_by_one(tensors: Mapping[str, Weight]) -> Tensors:
-    """The same weights, with a name for each matrix of each routed expert, as most releases have
-    them."""
+    """The given weights, with a name for each matrix of each routed expert instead of the stacked
+    ones, as most releases have them."""
     found: Tensors = {}
     for name, weight in tensors.items():
         stem, packed, projection = name.rpartition("experts.")

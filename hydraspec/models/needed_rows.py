@@ -15,8 +15,8 @@ from hydraspec.types import NeededRows, Rows, RowSegment, StepPlan
 
 
 def needed_rows(plan: StepPlan) -> NeededRows:
-    """Of every request that samples, the row of its newest token and those of its drafts: host
-    numbers, in host memory."""
+    """The row of the newest token and the rows of the drafts of every request that samples; all
+    tensors are in host memory."""
     requests = np.flatnonzero(plan.samples)
     counts = plan.num_drafts[requests] + 1
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -38,9 +38,9 @@ def needed_rows(plan: StepPlan) -> NeededRows:
 def padded_needed_rows(
     plan: StepPlan | None, num_requests: int, num_rows: int, k: int, max_seq_len: int
 ) -> NeededRows:
-    """As `needed_rows`, for a graph of B requests and T rows: B * (K+1) rows, padding after those
-    that the plan needs, and every request named, those that do not sample without rows. None: a
-    plan of padding alone.
+    """The needed rows of a step that a graph of B requests and T rows runs: B * (K+1) rows, padding
+    after those that the plan needs, and all requests, those that do not sample without rows.
+    plan None: all rows are padding.
     """
     counts = np.zeros(num_requests, dtype=np.int64)
     if plan is not None:
@@ -61,7 +61,7 @@ def padded_needed_rows(
 
 
 def _segments(plan: StepPlan, requests: np.ndarray, counts: np.ndarray) -> tuple[RowSegment, ...]:
-    """Runs of neighbours with equally many rows."""
+    """Segments of neighbouring requests with equally many needed rows."""
     bounds = np.zeros(len(plan.samples), dtype=np.int64)
     for segment in plan.segments:
         last = segment.first_request + segment.num_requests
@@ -80,7 +80,7 @@ def _segments(plan: StepPlan, requests: np.ndarray, counts: np.ndarray) -> tuple
 
 
 def reduced(batch: Rows, needed: NeededRows) -> Rows:
-    """The pass over the needed rows alone. A layer that writes KV writes theirs again."""
+    """The batch reduced to the needed rows. A layer that writes KV writes theirs again."""
     seq_lens = batch.seq_lens.index_select(0, needed.requests)
     slot_mapping = [slots.index_select(0, needed.rows) for slots in batch.slot_mapping]
     if needed.targets is not None:  # padding writes nothing, and requests without rows are padding

@@ -1,4 +1,4 @@
-"""Weights by their names in a checkpoint, and which slice of each a rank holds."""
+"""Weights by their names in a checkpoint, and the slice of each that a rank holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydraspec.errors import ConfigurationError
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """What a rank holds of a dimension."""
+    """The range of a dimension that a rank holds."""
 
     size: int  # of the whole dimension
     first: int
@@ -25,7 +25,7 @@ class Share:
         return self.count != self.size
 
     def times(self, width: int) -> Share:
-        """The same of a dimension in which each entry takes `width` places, such as heads."""
+        """The share of a dimension in which each entry, such as a head, takes `width` places."""
         return Share(self.size * width, self.first * width, self.count * width)
 
 
@@ -40,7 +40,7 @@ class Part:
     where pipeline stages divide those.
     """
 
-    tensor: Tensor  # what this rank holds, seen as the checkpoint orders it
+    tensor: Tensor  # this rank's slice, with dimensions in the checkpoint's order
     dim: int
     share: Share
     repeats: int = 1  # the dimension holds as many blocks of share.size, each cut alike
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         sizes = list(self.tensor.shape)
         sizes[self.dim] = self.share.size * self.repeats
         if self.columns is not None:
@@ -56,7 +56,7 @@ class Part:
         return tuple(sizes)
 
     def read(self, whole: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-        """The slice of a whole tensor, of which `whole` reads a region."""
+        """This rank's slice of a whole tensor; `whole` reads the region that slices give."""
         share, before = self.share, (slice(None),) * self.dim
         after: tuple[slice, ...] = ()
         if self.columns is not None:
@@ -66,8 +66,8 @@ class Part:
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def empty_whole(self) -> Tensor:
-        """An empty whole tensor with dimensions in this one's order of strides, in which random
-        numbers are drawn.
+        """An empty whole tensor whose dimensions have this part's order of strides, the order in
+        which random numbers are drawn.
         """
         strides = self.tensor.stride()
         order = sorted(range(len(strides)), key=lambda d: -strides[d])
@@ -89,7 +89,8 @@ class Weights:
 
     Attributes:
         names: attribute -> what the checkpoint puts before the names of this part's weights, or a
-            tensor's whole name. Lists are numbered ("layers." -> "layers.0."); None has no weights.
+            tensor's whole name. Lists are numbered ("layers." -> "layers.0."); an attribute that is
+            None has no weights.
     """
 
     names: Mapping[str, str] = {}
@@ -109,7 +110,7 @@ class Weights:
         return found
 
     def canonical_name(self, name: str) -> str | None:
-        """The name here of a tensor of a checkpoint; None for what is not a part of this model."""
+        """The model's name of a checkpoint's tensor; None if the model has no such part."""
         return name
 
     def ignores(self, name: str) -> bool:
@@ -122,12 +123,12 @@ class Weights:
 
 
 def prefixed(prefix: str, tensors: Tensors) -> Tensors:
-    """The same tensors by longer names."""
+    """The tensors by their names with `prefix` before each."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def held(weight: Weight) -> Tensor:
-    """What this rank holds of a weight."""
+    """The tensor that this rank holds of a weight."""
     return weight.tensor if isinstance(weight, Part) else weight
 
 
@@ -140,14 +141,14 @@ def memory_bytes(tensors: Mapping[str, Weight]) -> int:
 
 @dataclass(slots=True, frozen=True)
 class Divided:
-    """What of a model its tensor-parallel ranks divide, by the keys of its config."""
+    """Dimensions of a model that tensor-parallel ranks divide, by the keys of its config."""
 
     num_heads: int
     num_kv_heads: Mapping[str, int]  # divided, or held by several ranks
     widths: Mapping[str, int]
 
     def obstacle(self, size: int) -> str | None:
-        """What `size` ranks cannot divide, if anything."""
+        """Words for a dimension that `size` ranks cannot divide; None if there is none."""
         if self.num_heads % size:
             return f"num_attention_heads is {self.num_heads}"
         for key, count in self.num_kv_heads.items():

@@ -1,4 +1,4 @@
-"""Where weights live: device, type, ranks that share them, pipeline stage."""
+"""The place of weights: device, type, ranks that share them, pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydraspec.parallel.group import SOLO, TensorGroup
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where weights live, in what type, which ranks share them, and which pipeline stage."""
+    """The type and device of weights, the ranks that share them, and their pipeline stage."""
 
     dtype: torch.dtype
     device: torch.device
@@ -23,8 +23,8 @@ class Place:
     stage: Stage = WHOLE
 
     def if_held(self, is_held: bool) -> Place:
-        """This place for what its stage holds; otherwise one without memory, where weights have
-        names and shapes alone.
+        """This place if its stage holds the weights; otherwise a place without memory, where
+        weights have only names and shapes.
         """
         return self if is_held else replace(self, device=torch.device("meta"))
 
@@ -47,22 +47,22 @@ class Place:
 
     @property
     def uses_cpu_norms(self) -> bool:
-        """Returns whether norms run as the few operators of `cpu.py`. Narrow types keep the
-        reference's order of rounding.
+        """Returns whether norms run as the few operators of the kernels' `norms/cpu.py`. Narrow
+        types keep the reference's order of rounding.
         """
         return self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
 
     @property
     def wide(self) -> torch.dtype:
-        """float32, or float64 of a float64 model: for sums that must not round to a narrow type."""
+        """Type of sums that must not round to a narrow type: float32, or float64 for float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def frequencies(self, theta: Tensor) -> Frequencies:
-        """Rotary frequencies theta [H/2] of a whole head, wide."""
+        """Rotary frequencies of a whole head from theta [H/2], in the wide type."""
         return mirrored(theta.to(self.device, self.wide))
 
     def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty [..., k, n] for rows to be multiplied with.
+        """An empty matrix [..., k, n] for rows to be multiplied with.
 
         On a CPU it is contiguous, which spares `torch.mm` a microsecond a call. Elsewhere it is
         the view of [..., n, k] storage, as checkpoints hold it and the kernels read it.
@@ -73,5 +73,5 @@ class Place:
         return self.empty(*batch, n, k, dtype=dtype).transpose(-1, -2)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor here, of this place's dtype unless another is given."""
+        """An uninitialised tensor on this device, of this place's dtype unless one is given."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

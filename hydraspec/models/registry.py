@@ -1,4 +1,4 @@
-"""model_type → the function that loads its target.
+"""Table of the functions that load targets, by model_type.
 
 A family is imported when a checkpoint needs it.
 """
@@ -48,7 +48,7 @@ def load_target(
     """A target model from a folder, zoo:<name> or hub id.
 
     weights is "checkpoint" or "random" (seeded, in config.json's shapes, no tensor file read).
-    Of a group of ranks, or a pipeline stage, each loads its part. Raises CheckpointError:
+    Every rank of a group, and every pipeline stage, loads its part. Raises CheckpointError:
     unreadable or of an unknown model_type; ConfigurationError: shorter than max_model_len, or does
     not divide among ranks or stages.
     """

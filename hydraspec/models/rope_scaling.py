@@ -1,6 +1,6 @@
 """Rotary frequencies of checkpoints that stretch them: linear, dynamic, Llama 3 and YaRN scaling.
 
-Reads both published layouts: `rope_theta` beside `rope_scaling`, and one `rope_parameters`.
+Both published layouts are read: `rope_theta` beside `rope_scaling`, and one `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_GAIN = 1e4  # of cosines and sines: released ones are below 3, and scores ha
 
 
 class Rope(NamedTuple):
-    """What a config says about rotary positions."""
+    """Rotary frequencies, and a factor of cosines and sines, as a config gives them."""
 
     theta: Tensor  # [H/2] float32 on the CPU: radians a position
     # YaRN's factor of cosines and sines. Query and key both carry it, so that folding its square
@@ -30,7 +30,7 @@ class Rope(NamedTuple):
 
 
 def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
-    """Frequencies of a raw config. Raises CheckpointError for a scaling we do not compute."""
+    """Rotary frequencies of a raw config. Raises CheckpointError for unsupported scalings."""
     key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     values = reader.get(key, {})
     if not isinstance(values, Mapping) or any(isinstance(v, Mapping) for v in values.values()):
@@ -52,7 +52,7 @@ def _plain(reader: ConfigReader, head_dim: int) -> Rope:
 
 
 def _linear(reader: ConfigReader, head_dim: int) -> Rope:
-    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
+    """Position interpolation (Chen et al. 2023): positions are divided by `factor`."""
     theta = rope_frequencies(
         head_dim, reader.number("rope_theta", least=MIN_THETA), factor=reader.number("factor")
     )
@@ -60,8 +60,8 @@ def _linear(reader: ConfigReader, head_dim: int) -> Rope:
 
 
 def _llama3(reader: ConfigReader, head_dim: int) -> Rope:
-    """Llama 3.1: wavelengths beyond the original context are divided by `factor`, short ones kept,
-    those between blended.
+    """Scaling of Llama 3.1: frequencies that turn fewer than low_freq_factor times in the original
+    context are divided by `factor`, those above high_freq_factor kept, those between blended.
     """
     theta = rope_frequencies(head_dim, reader.number("rope_theta", least=MIN_THETA))
     factor, original = reader.number("factor"), reader.number("original_max_position_embeddings")

@@ -1,4 +1,4 @@
-"""Which decoder layers a pipeline stage holds.
+"""The split of decoder layers into pipeline stages.
 
 Layers that share KV stay with the layer whose KV they read, and the layers whose KV a drafter
 reads are on the last stage, which drafts.
@@ -17,22 +17,22 @@ KEY = "parallelism.pipeline_layers"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Stage:
-    """One pipeline stage of `count`, and what the split has to respect."""
+    """A pipeline stage, number `index` of `count`, and constraints of the split into stages."""
 
     index: int = 0
     count: int = 1
     num_layers: tuple[int, ...] | None = None  # of each stage; None: balanced
     drafts: bool = False  # a drafter runs on the last stage and may share the embedding
-    drafter_reads_kv: bool = False  # ... and the KV of the last layer of each kind that writes any
+    drafter_reads_kv: bool = False  # the drafter reads KV of the last KV owner of each kind
 
     @property
     def is_first(self) -> bool:
-        """Returns whether it embeds tokens."""
+        """Returns whether this is the first stage, which embeds tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Returns whether it has the final norm and the head."""
+        """Returns whether this is the last stage, which has the final norm and the head."""
         return self.index == self.count - 1
 
 
@@ -41,7 +41,7 @@ WHOLE = Stage()
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LayerFacts:
-    """What a split is made from, of a model with `len(num_bytes)` layers."""
+    """Facts of a model with `len(num_bytes)` layers that decide its split into stages."""
 
     num_bytes: Sequence[int]  # of each layer's weights
     head_bytes: int  # read by the last stage beside its layers
@@ -50,10 +50,10 @@ class LayerFacts:
 
 
 def layers_of_stage(stage: Stage, facts: LayerFacts) -> range:
-    """The layers of `stage`.
+    """Range of the layers that `stage` holds.
 
     Raises:
-        ConfigurationError: a split that is impossible, with those that are not.
+        ConfigurationError: the split is impossible; the message names possible ones.
     """
     total, legal, last = len(facts.num_bytes), _borders(facts), len(facts.num_bytes) - 1
     if stage.drafter_reads_kv:
@@ -78,7 +78,7 @@ def layers_of_stage(stage: Stage, facts: LayerFacts) -> range:
 
 
 def check_whole(split: tuple[int, ...], num_layers: int) -> None:
-    """Refuse a split into one stage that is not the target's number of layers."""
+    """Raises ConfigurationError for a split into one stage unless it has all of the layers."""
     if split != (num_layers,):
         raise ConfigurationError(
             f"{KEY}={list(split)} is no split of the target's {num_layers} layers into one stage\n"
@@ -165,7 +165,7 @@ def _refused_split(
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order as `1 to 4, 7`."""
+    """Text of ascending numbers, such as `1 to 4, 7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the checkpoint's own tokenizer files."""
+"""Conversion of text to token ids and back, through the checkpoint's own tokenizer files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from hydraspec.errors import CheckpointError, WorkloadError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-THINKING = ("enable_thinking", "thinking")  # names of that switch in released templates
+THINKING = ("enable_thinking", "thinking")  # the switch's names in released templates
 MAX_CHARACTERS = 1 << 24  # of a prompt rendered by a chat template
 MAX_FILE_BYTES = 1 << 28  # of each file of a tokenizer: the largest released have 40 MB
 
@@ -45,12 +45,12 @@ class Tokenizer:
         thinking: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; with `after` only those
-        after this text of an earlier message, which is unlike any other. `thinking` is given to
-        the template under the name in THINKING that it knows.
+        after this text of an earlier message, which must occur once. `thinking` is given to the
+        template under the name in THINKING that it knows.
 
-        Raises WorkloadError if the checkpoint has no chat template, or it refuses the messages, has
-        no place for a role, for the text `after` or for `thinking`, or makes a text beyond
-        MAX_CHARACTERS of them.
+        Raises WorkloadError if the checkpoint has no chat template, or the template refuses the
+        messages, has no place for a role, for the text `after` or for `thinking`, or makes a text
+        beyond MAX_CHARACTERS.
         """
         if not getattr(self._inner, "chat_template", None):
             raise WorkloadError(
@@ -86,13 +86,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template, where there is one and only one."""
+        """The chat template; None if the tokenizer has none, or several."""
         template = getattr(self._inner, "chat_template", None)
         return template if isinstance(template, str) else None
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a text, where the tokenizer names one."""
+        """Id of the token that begins a text; None if the tokenizer names none."""
         found: int | None = getattr(self._inner, "bos_token_id", None)
         return found
 
@@ -114,7 +114,7 @@ class Tokenizer:
             return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
 
     def _switch(self, thinking: bool | None) -> dict[str, bool]:
-        """The template's variable for thinking on or off."""
+        """The template's variable that turns thinking on or off; {} if `thinking` is None."""
         if thinking is None:
             return {}
         template = json.dumps(self._inner.chat_template)
@@ -154,7 +154,9 @@ def _refuse_dropped(messages: Sequence[Mapping[str, str]], text: str) -> None:
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """Raises CheckpointError for a panic of the tokenizers library, which is no Exception."""
+    """Context that raises CheckpointError for a panic of the tokenizers library, which is a
+    BaseException.
+    """
     try:
         yield
     except BaseException as error:
@@ -164,8 +166,8 @@ def _panics_as_errors() -> Iterator[None]:
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer | None:
-    """The folder's tokenizer, or None where it has no tokenizer files. Never runs code from the
-    folder.
+    """The folder's tokenizer, or None if it has no tokenizer files. Code in the folder is not
+    run.
 
     Raises CheckpointError if the files are there and unreadable, or larger than MAX_FILE_BYTES.
     """
@@ -194,10 +196,10 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what is printed to stderr: the library prints a panic before it can be caught."""
+    """Context that drops stderr: the library prints a panic before it can be caught."""
     try:
         kept = os.dup(2)
-    except OSError:  # closed
+    except OSError:  # stderr is closed
         yield
         return
     try:
@@ -217,8 +219,8 @@ def _refuse_large(file: Path) -> None:
 
 @contextmanager
 def _without_bom(folder: Path, present: Sequence[Path]) -> Iterator[Path]:
-    """The folder; or, if a json file begins with a byte order mark, which transformers cannot read,
-    a temporary copy of the files without it.
+    """Context of the folder; or, if a json file begins with a byte order mark, which transformers
+    cannot read, of a temporary copy of the files without the mark.
     """
     with_bom = [f for f in present if f.suffix == ".json" and _starts_with_bom(f)]
     if not with_bom:

@@ -19,7 +19,7 @@ EMPTY = "empty"  # for a model that only lends names and shapes, on torch's meta
 
 
 def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
-    """Fill every tensor of an empty model. weights is "checkpoint" or "random"."""
+    """Fills every tensor of an empty model. weights is "checkpoint" or "random"."""
     if weights == "random":
         randomise(model.tensors(), seed)
     elif weights == "checkpoint":
@@ -42,9 +42,9 @@ def _named_as_in(checkpoint: Checkpoint, model: Weights) -> Tensors:
 def randomise(tensors: Mapping[str, Weight], seed: int) -> None:
     """Seeded weights that keep activations and attention scores of order one.
 
-    Matrices by fan-in; norms 1, but query and key norms so that scores have a deviation of 2;
-    scalars 1. A part is cut from the whole tensor as a single process draws it, one at a time.
-    Tensors of other pipeline stages (without memory) are left out.
+    Matrices are scaled by fan-in; norms and scalars are 1, but query and key norms give scores a
+    deviation of 2; biases are 0. A part is cut from the whole tensor as a single process draws it,
+    one at a time. Tensors of other pipeline stages (without memory) are left out.
     """
     for name, own_seed in _seeds(tensors, seed):
         weight = tensors[name]
@@ -73,12 +73,12 @@ def drawn_whole(
 
 
 def _seeds(names: Iterable[str], seed: int) -> Iterator[tuple[str, int]]:
-    """Names in the order of drawing, each with the seed of its own generator."""
+    """Names in the order of drawing, each with the seed of its separate generator."""
     return ((name, seed * 1_000_003 + offset) for offset, name in enumerate(sorted(names)))
 
 
 def _draw(name: str, tensor: Tensor, seed: int) -> None:
-    """Fill a whole weight, in its own order of strides."""
+    """Fills a whole weight with initial values, drawn in its own order of strides."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
     if name.endswith("token_ordering"):
         tensor.copy_(torch.randperm(len(tensor), generator=generator, device=tensor.device))

@@ -1,8 +1,8 @@
 """transformers' generate() as an engine: the reference that a native run is compared with.
 
-Plain decoding in static, left-padded batches; assisted decoding one request at a time. Batches run
-to their end before their records are yielded. The only cost added to transformers is one read of
-the newest tokens per step.
+Plain decoding runs in static, left-padded batches, assisted decoding one request at a time. Batches
+run to their end before their records are yielded. The only cost added to transformers is one read
+of the newest tokens per step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ONE_AT_A_TIME = (
 
 
 class TransformersEngine(Engine):
-    """generate() with an observer; method=none, or gemma4_mtp as assisted generation with a
-    constant K."""
+    """Engine that runs generate() with an observer: method=none, or gemma4_mtp as assisted
+    generation with a constant K."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TransformersEngine(Engine):
         *,
         one_at_a_time: bool = False,
     ) -> None:
-        """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
+        """Loads what `config` names, or wraps `parts` that are loaded already (for `baseline`)."""
         self.parts = parts or load_parts(config)
         self.info = _info(self.parts)
         self._one_at_a_time = one_at_a_time or self.parts.assistant is not None
@@ -79,7 +79,9 @@ class TransformersEngine(Engine):
     def _events(
         self, offered: Seq[OfferedRequest], num_steps: int
     ) -> Iterator[StepRecord | Completion]:
-        """Decode what is offered together, in batches; `num_steps` came before."""
+        """Decodes the offered requests in batches; yields step records, numbered from `num_steps`,
+        and completions.
+        """
         for sequence in offered:
             sequence.fail_if_too_long(self.info.max_model_len)
             if sequence.finish_reason:
@@ -95,7 +97,7 @@ class TransformersEngine(Engine):
     def _in_order(
         self, batch: Seq[OfferedRequest], records: Seq[StepRecord]
     ) -> Iterator[StepRecord | Completion]:
-        """Each record, then the completions of the requests that were last in it."""
+        """Yields each record, then the completions of the requests whose last record it is."""
         last = {step.index: record.step for record in records for step in record.requests}
         for record in records:
             yield record
@@ -105,7 +107,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _decode(self, batch: Seq[OfferedRequest], first_step: int) -> list[StepRecord]:
-        """Run a batch to the end of all its requests."""
+        """Runs a batch to the end of all its requests; returns the step records."""
         for sequence in batch:
             sequence.note_slot(time.perf_counter())
         ids, mask, num_padding = _left_padded(batch, self.parts.device)

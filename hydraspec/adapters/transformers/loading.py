@@ -26,7 +26,7 @@ TARGETS_WITH_ASSISTANTS = ("gemma4", "gemma4_text")
 
 @dataclass(slots=True, kw_only=True)
 class TransformersParts:
-    """Models that an engine decodes with. A baseline shares all of it but the assistant."""
+    """Models, tokenizer and limits of an engine. A baseline shares all but the assistant."""
 
     config: RunConfig
     model: Any  # PreTrainedModel with generate()
@@ -40,14 +40,14 @@ class TransformersParts:
 
 
 def load_parts(config: RunConfig) -> TransformersParts:
-    """Load the target and, for method=gemma4_mtp, its assistant.
+    """Loads the target and, for method=gemma4_mtp, its assistant.
 
     Weights are read in target.dtype from the start: a model that is converted later keeps constants
     (Gemma's embedding scale) rounded to the dtype it was loaded in. weights=random are
     transformers' own initial values, drawn from `seed`; they are not the native engine's.
 
     Raises:
-        ConfigurationError: a device that this machine has not.
+        ConfigurationError: a device that this machine does not have.
         CheckpointError: a folder that cannot be used, or an assistant of another target.
     """
     device = pick_device(config)
@@ -57,7 +57,7 @@ def load_parts(config: RunConfig) -> TransformersParts:
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, text.hidden_size)
     suppressed = opened.token_ids("suppress_tokens", text.vocab_size)
-    # Stops and sampling are the requests' own: nothing of the folder's defaults may come in.
+    # Requests set stops and sampling: the folder's defaults must not apply.
     model.generation_config = GenerationConfig(
         suppress_tokens=list(suppressed) or None, pad_token_id=0
     )
@@ -137,7 +137,9 @@ def _load_model(
 
 @contextmanager
 def _without_its_own_output() -> Iterator[None]:
-    """No progress bars and load reports: `_check_report` says what is wrong with a checkpoint."""
+    """Context without transformers' progress bars and load reports: `_check_report` says what is
+    wrong with a checkpoint.
+    """
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -152,7 +154,9 @@ def _without_its_own_output() -> Iterator[None]:
 def _from_transformers(
     folder: str, weights: Weights, dtype: torch.dtype, seed: int
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and what it found wrong with the files."""
+    """The model, and transformers' report of the tensors that its files lack or misshape ({} for
+    random weights).
+    """
     options = {"local_files_only": True, "trust_remote_code": False}
     hf_config = AutoConfig.from_pretrained(folder, **options)
     if weights is Weights.random:
@@ -171,7 +175,7 @@ def _from_transformers(
 
 
 def _check_report(folder: Path, report: dict[str, Any]) -> None:
-    """transformers draws what a file lacks at random and goes on; we do not."""
+    """Raises CheckpointError for missing or misshapen tensors, which transformers would draw."""
     missing = sorted(str(key) for key in report.get("missing_keys", ()))
     misshapen = sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing or misshapen:

@@ -1,5 +1,5 @@
-"""Hooks into transformers' generate(): step records, ends of requests, and sampling from our random
-streams. generate()'s loops run unchanged.
+"""Hooks into transformers' generate(): step records, ends of requests, and sampling from the native
+engine's random streams. generate()'s loops run unchanged.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ NOT_MEASURED: dict[str, float | None] = dict.fromkeys(PHASES)
 
 
 class StepWatch(StoppingCriteria):  # type: ignore[misc]
-    """Called with the tokens after each forward of the target; ends what FinishCheck ends.
+    """Stopping criterion, called with the tokens after each forward of the target: keeps records of
+    steps, and ends the requests that FinishCheck ends.
 
-    A request's first step holds what generate() does before its loop. Rows of a batch that have
-    ended stay in transformers' batch until the last one ends; they are in no record, so that their
-    time is the others'.
+    The time of the first step includes what generate() does before its loop. Rows of a batch that
+    have ended stay in transformers' batch until the last one ends; they are in no record, so that
+    their time counts for the other rows.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class StepWatch(StoppingCriteria):  # type: ignore[misc]
         self._began = time.perf_counter()
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        """input_ids [B, any], left-padded, newest token last -> [B] bool, which rows have ended."""
+        """Mask [B] bool of the rows that have ended, from input_ids [B, any], left-padded, with the
+        newest token last.
+        """
         newest = input_ids[:, -1].tolist()
         self._record([[token] for token in newest], [[] for _ in newest])
         return self._ended(input_ids.device)
@@ -87,11 +90,11 @@ class StepWatch(StoppingCriteria):  # type: ignore[misc]
 
 
 class AssistedWatch(StepWatch):
-    """The assisted loop, of one request, asks twice a step: with the drafts, then with what was
-    accepted and one token more.
+    """Stopping criterion of assisted generation with one request, called twice a step: with the
+    drafts, then with the accepted drafts and one token more.
 
     It never ends a request at its drafts (transformers would then drop the token after them), so
-    that what the verifier accepted is what the loop emits, less one.
+    that the loop always emits one token more than the verifier accepted.
     """
 
     def __init__(self, sequence: OfferedRequest, finish: FinishCheck, first_step: int) -> None:
@@ -99,7 +102,7 @@ class AssistedWatch(StepWatch):
         self._drafts: list[int] | None = None
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        """input_ids [1, any] -> [1] bool."""
+        """Mask [1] bool, whether the request has ended, from input_ids [1, any]."""
         (sequence,) = self.sequences
         added: list[int] = input_ids[0, sequence.num_tokens :].tolist()
         if self._drafts is None:
@@ -111,11 +114,11 @@ class AssistedWatch(StepWatch):
 
 
 class StreamSampler(LogitsProcessor):  # type: ignore[misc]
-    """Leaves to each row only the token that its request's stream draws there.
+    """Logits processor that leaves each row only the token that its request's random stream draws.
 
     generate() then takes the argmax. A draw depends on seed and position only, so the output with
     drafts is the output without. A draft, itself an argmax, is kept if it is the token drawn: with
-    probability p(draft), as standard verification keeps drafts chosen outright. transformers' own
+    probability p(draft), as standard verification keeps certain drafts (q = 1). transformers' own
     rule divides by the softmax of the drafter, which the drafts were not sampled from.
     """
 
@@ -134,7 +137,9 @@ class StreamSampler(LogitsProcessor):  # type: ignore[misc]
         _, self._flags = flags_of(settings)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [B, any], scores [B, V] of the next token -> [B, V], finite at one token."""
+        """Scores [B, V], finite at one token, from input_ids [B, any] and scores [B, V] of the next
+        token.
+        """
         position = input_ids.shape[1] - self._num_padding
         key = DrawKey(self._seed, position, Purpose.BONUS, 0)
         drawn = draw_tokens(target_probs(scores, self._sampling, self._flags), key)

@@ -12,12 +12,12 @@ LONGEST_STEP_S = 0.01
 
 
 def start_data_parallel(arguments: dict[str, Any]) -> DataParallel:
-    """Start it with EngineArgs' keyword arguments."""
+    """Starts a data parallel vLLM engine with EngineArgs' keyword arguments."""
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
     loop = asyncio.new_event_loop()
 
-    async def start() -> Any:  # inside the loop: it starts its tasks there
+    async def start() -> Any:  # the engine starts its tasks in the running loop
         return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments))
 
     try:
@@ -28,10 +28,10 @@ def start_data_parallel(arguments: dict[str, Any]) -> DataParallel:
 
 
 class DataParallel:
-    """add_request, step and abort_request over an asynchronous engine.
+    """vLLM's asynchronous engine with the calls of its synchronous one.
 
-    A "step" is a wait for the next outputs, whichever copy of the model they come from, or for
-    LONGEST_STEP_S: requests may have arrived meanwhile.
+    A "step" waits for the next outputs of any copy of the model, for LONGEST_STEP_S at most, since
+    requests may arrive meanwhile.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Any) -> None:
@@ -41,23 +41,23 @@ class DataParallel:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
-        """Offer a request. What vLLM finds wrong with it is raised by `step`."""
+        """Offers a request. If vLLM refuses the request, `step` raises the error."""
         run = self._listen(request_id, prompt, params)
         self._tasks[request_id] = self._loop.create_task(run)
 
     def step(self) -> list[Any]:
-        """Outputs that have come."""
+        """Outputs that have arrived since the last step. Raises vLLM's errors of requests."""
         return self._loop.run_until_complete(self._wait())
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
-        """Drop requests."""
+        """Drops requests, and all outputs that `step` has not returned."""
         tasks = [self._tasks.pop(name) for name in request_ids if name in self._tasks]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(self._abort(list(request_ids), tasks))
 
     def reset_prefix_cache(self) -> bool | None:
-        """Empty the prefix cache of every copy; False where one could not be emptied."""
+        """Empties the prefix cache of every copy; False if some cache could not be emptied."""
         found: bool | None = self._loop.run_until_complete(self._engine.reset_prefix_cache())
         return found
 
@@ -67,7 +67,7 @@ class DataParallel:
         return found
 
     def shutdown(self) -> None:
-        """Stop the processes and the loop."""
+        """Stops the processes and the loop."""
         self.abort_request(list(self._tasks))
         self._engine.shutdown()
         self._loop.close()

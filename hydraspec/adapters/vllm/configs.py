@@ -1,7 +1,7 @@
 """Configurations of targets that transformers does not know, registered for vLLM to read.
 
-vLLM has MiMo's model, and expects its configuration's class from the checkpoint's own code. Ours
-takes its place: a public shape has no code, and code of a checkpoint is not run.
+vLLM has MiMo's model, and expects its configuration's class from the checkpoint's own code. A class
+here takes its place: a public shape has no code, and code of a checkpoint is not run.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ class MiMoConfig(Qwen2Config):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Make the configurations known to transformers; again changes nothing."""
+    """Makes the configurations known to transformers; a second call changes nothing."""
     AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)

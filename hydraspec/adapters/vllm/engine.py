@@ -1,4 +1,4 @@
-"""vLLM as an engine: what a native run is measured against, and the way beyond one machine.
+"""vLLM as an engine, to measure native runs against, and to run on several machines.
 
 It runs in this process, step by step, so that times are comparable. Acceptance is what vLLM counts
 (steps.py). Samples are drawn from vLLM's random streams: seeds are passed on, tokens differ.
@@ -48,10 +48,10 @@ NOT_RECORDED = (
 
 
 class VllmEngine(Engine):
-    """vLLM's engine loop; method=none, or what its speculative configuration offers."""
+    """Engine that runs vLLM's loop: method=none, or what its speculative configuration offers."""
 
     def __init__(self, config: RunConfig, parts: VllmParts | None = None) -> None:
-        """Start vLLM as `config` says, or wrap one that is running."""
+        """Starts vLLM as `config` says, or wraps a running one."""
         self.parts = parts or load_parts(config)
         self.info = _info(self.parts)
         decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
@@ -86,14 +86,14 @@ class VllmEngine(Engine):
                 self.parts.engine.abort_request(list(offered))
 
     def _empty_prefix_cache(self) -> None:
-        """Every run begins with an empty one, as those of the native engine do."""
+        """Empties the prefix cache: every run begins without hits, as in the native engine."""
         if self.parts.engine.reset_prefix_cache() is False:
             log.warning("vLLM kept its prefix cache: requests of an earlier run still hold blocks")
 
     def _events(
         self, joining: Seq[OfferedRequest], offered: dict[str, OfferedRequest]
     ) -> Iterator[StepRecord | Completion]:
-        """Offer those that join, then take a step."""
+        """Offers the requests that join, then runs a step; yields records and completions."""
         for sequence in joining:
             name = f"{self._num_runs}-{sequence.request.index}"
             self._offer(name, sequence)
@@ -105,7 +105,7 @@ class VllmEngine(Engine):
             yield from self._step(offered)
 
     def _offer(self, name: str, sequence: OfferedRequest) -> None:
-        """Hand a request over; what vLLM finds wrong with it is that request's error."""
+        """Hands a request over to vLLM; if vLLM refuses, the reason becomes the request's error."""
         sequence.fail_if_too_long(self.info.max_model_len)
         if sequence.finish_reason:
             return
@@ -118,7 +118,7 @@ class VllmEngine(Engine):
             sequence.fail(f"vLLM refuses the request: {error}")
 
     def _step(self, offered: dict[str, OfferedRequest]) -> Iterator[StepRecord | Completion]:
-        """Runs a step: its record if any is kept, and the completions it brought."""
+        """Runs a step; yields its record, if records are kept, and the completions it brought."""
         stats = self.parts.stats
         if stats is not None:
             stats.clear()
@@ -133,7 +133,7 @@ class VllmEngine(Engine):
         ended = [new for new in news if self._keep(new, now, stats)]
         if stats is not None:
             yield self._record(news, stats, (now - started) * 1e3)
-        early = [new.name for new in ended if not new.finished]  # a stop string, which we look for
+        early = [new.name for new in ended if not new.finished]  # a stop string, found here
         if early:
             self.parts.engine.abort_request(early)
         for new in ended:
@@ -141,7 +141,7 @@ class VllmEngine(Engine):
             yield self._finish.completion(new.sequence)
 
     def _keep(self, new: _News, now: float, stats: StepStats | None) -> bool:
-        """Add what is new to its request; returns whether it ended."""
+        """Adds a step's new tokens to their request; returns whether the request ended."""
         sequence = new.sequence
         new.kept = self._finish.append(sequence, new.emitted)
         if new.emitted:
@@ -179,11 +179,11 @@ class VllmEngine(Engine):
         raise ConfigurationError(ONE_ENGINE)
 
     def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> None:
-        """None: vLLM hands out tokens, no logits over the whole vocabulary."""
+        """Returns None: vLLM hands out tokens, no logits over the whole vocabulary."""
         return None
 
     def close(self) -> None:
-        """Stop vLLM, free the device, and put the environment back."""
+        """Stops vLLM, frees the device, and restores the environment."""
         engine = self.parts.engine
         self.parts.engine = None
         if engine is not None:
@@ -195,7 +195,7 @@ class VllmEngine(Engine):
 
 
 class _News:
-    """Tokens that a step brought for one request."""
+    """New tokens of one request in a step."""
 
     def __init__(self, sequence: OfferedRequest, output: Any) -> None:
         (completion,) = output.outputs
@@ -233,8 +233,8 @@ class _News:
 
 
 def sampling_params(sampling: SamplingParams, eos_token_ids: Seq[int], *, streamed: bool) -> Any:
-    """vLLM's sampling parameters. Ends of sequence go as stop ids, so that every engine ends at the
-    same ones; stop strings are looked for here, since vLLM has no tokenizer."""
+    """vLLM's sampling parameters. End-of-sequence ids are passed as stop ids, so that every engine
+    ends at the same tokens; stop strings are looked for here, since vLLM has no tokenizer."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -281,8 +281,8 @@ def _info(parts: VllmParts) -> EngineInfo:
 
 
 def _prefix_caching(parts: VllmParts) -> PrefixCaching | None:
-    """Hits are multiples of its block size; where a hybrid cache aligns them further, less than all
-    that is called eligible can be taken."""
+    """Facts of the prefix cache; None if it is off. Hits are multiples of the block size; where a
+    hybrid cache aligns them further, not all tokens that count as eligible can be taken."""
     if not parts.config.engine.prefix_caching:
         return None
     return PrefixCaching(
@@ -292,8 +292,8 @@ def _prefix_caching(parts: VllmParts) -> PrefixCaching | None:
 
 
 def _cudagraph(requested: str, found: str, drafts: bool) -> dict[str, str | None]:
-    """The graph mode that vLLM's configuration came to; how its drafter is captured it does not
-    say."""
+    """The graph mode requested, and the mode that vLLM resolved; vLLM does not say how its drafter
+    is captured (None)."""
     reason = None
     if found != requested:
         reason = "vLLM resolved it so for its attention backend"

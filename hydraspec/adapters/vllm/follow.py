@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def follow(config: RunConfig) -> dict[str, Any]:
-    """Run this host's ranks until the engine on the host with node_rank=0 ends, or a rank does.
+    """Runs this host's ranks until the engine on the host with node_rank=0, or one of them, ends.
 
     Returns:
         A summary without results.

@@ -1,7 +1,7 @@
-"""Maps our configuration to vLLM's arguments and starts a vLLM engine with them.
+"""Maps the configuration to vLLM's arguments and starts a vLLM engine with them.
 
-vLLM reads weights only: prompts are tokenised and answers ended by what all engines share. Checked
-against vLLM 0.26. It is imported by this package only, and only once it is to run.
+vLLM reads weights only: prompts are tokenised and answers ended by code that all engines share.
+Checked against vLLM 0.26. vLLM is imported by this package only, and not before it has to run.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ METHODS = {  # vLLM finds out by itself whether an mtp folder is Gemma 4's assis
 
 @dataclass(slots=True, kw_only=True)
 class VllmParts:
-    """Models that an engine decodes with."""
+    """A running vLLM engine, with its tokenizer, limits and warnings."""
 
     config: RunConfig
     engine: Any  # vllm.LLMEngine, or what start_data_parallel returns
-    stats: StepStats | None  # None: nothing is recorded of single steps
+    stats: StepStats | None  # None: steps are not recorded
     environment: Environment
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
@@ -86,24 +86,24 @@ class Environment:
             self.add(name, value)
 
     def add(self, name: str, value: str) -> None:
-        """Set a variable that is not set yet."""
+        """Sets a variable that is not set yet."""
         if name not in os.environ:
             os.environ[name] = value
             self._added.append(name)
 
     def restore(self) -> None:
-        """Take away what was added."""
+        """Removes the variables that were added."""
         for name in self._added:
             os.environ.pop(name, None)
         self._added = []
 
 
 def load_parts(config: RunConfig) -> VllmParts:
-    """Start vLLM with what `config` names.
+    """Starts vLLM with what `config` names.
 
     Raises:
         ConfigurationError: vLLM or a CUDA device is missing, or it cannot do what is asked.
-        CheckpointError: a folder that cannot be used, by us or by vLLM.
+        CheckpointError: a folder that cannot be used.
         UserError: too little device memory.
     """
     one_process = config.parallelism.data == 1
@@ -119,7 +119,7 @@ def load_parts(config: RunConfig) -> VllmParts:
 
 
 def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, dict[str, Any]]:
-    """Check everything that can be checked before vLLM starts.
+    """Checks everything that can be checked before vLLM starts.
 
     Returns:
         The target's files, and EngineArgs' keyword arguments.
@@ -139,7 +139,7 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
     opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
     check_sizes(config, text_part(opened.config))
     check_devices(config)
-    environment.add("HF_HUB_OFFLINE", "1")  # from here on there are folders
+    environment.add("HF_HUB_OFFLINE", "1")  # all checkpoints are local folders now
     if config.parallelism.pipeline_layers is not None:
         layers = ",".join(map(str, config.parallelism.pipeline_layers))
         environment.add("VLLM_PP_LAYER_PARTITION", layers)
@@ -154,7 +154,7 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
 
 
 def find_vllm() -> None:
-    """Refuse a vLLM that is missing or older, before anything is downloaded for it."""
+    """Refuses a vLLM that is missing or too old, before anything is downloaded for a run."""
     with _importing():
         import vllm
     check_version(vllm.__version__)
@@ -162,7 +162,9 @@ def find_vllm() -> None:
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """vLLM loads its parts late: any may find that a package is missing or does not fit."""
+    """Context that raises ConfigurationError if vLLM cannot be imported. vLLM loads its parts late:
+    any may find that a package is missing or does not fit.
+    """
     try:
         yield
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -180,8 +182,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The message of an exception, on one line. Of pydantic's only the reasons: its first line
-    counts them, and each ends with the values that were checked and a link.
+    """The message of an exception on one line, without the values that were checked and the links
+    that pydantic appends to each of its reasons.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     said = [_CHECKED_VALUES.sub("", x) for x in lines if x and not x.startswith(_LINK)]
@@ -189,7 +191,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM older than OLDEST; a version without numbers passes."""
+    """Refuses a vLLM older than OLDEST; a version without numbers passes."""
     numbers = [part for part in version.split(".")[:2] if part.isdigit()]
     found = tuple(map(int, numbers))
     if len(found) == 2 and (0, 0) < found < OLDEST:
@@ -217,7 +219,7 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
         "model": str(folder),
         **_weights(config),
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is the requests' own
+        "generation_config": "vllm",  # requests set all sampling parameters
         "language_model_only": True,
         "dtype": config.target.dtype.value,
         "max_model_len": config.target.max_model_len,
@@ -261,7 +263,9 @@ def _executor(config: RunConfig) -> dict[str, Any]:
 
 
 def _compilation(config: RunConfig) -> dict[str, Any]:
-    """Our capture sizes count requests, vLLM's the rows of a step: K + 1 a request."""
+    """vLLM's compilation arguments. cudagraph.capture_sizes count requests, vLLM's sizes the rows
+    of a step: K + 1 a request.
+    """
     options: dict[str, Any] = {"cudagraph_mode": config.cudagraph.name.upper()}
     sizes, method = config.cudagraph.capture_sizes, config.method
     if sizes is not None and config.cudagraph.name != "none":
@@ -319,7 +323,7 @@ def _start(config: RunConfig, arguments: dict[str, Any], stats: StepStats | None
         if isinstance(error, torch.OutOfMemoryError) or "memory" in _first_line(error):
             raise UserError(f"{failed}: {FOR_MEMORY}") from error
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            error.add_note(failed)  # no word on the checkpoint: a driver, a process that died
+            error.add_note(failed)  # not about the checkpoint: a driver, a process that died
             raise
         raise CheckpointError(
             f"{failed}: see the models and options that it supports, or choose engine=native"

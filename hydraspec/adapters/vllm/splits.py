@@ -1,6 +1,6 @@
 """Refuses splits that vLLM cannot make of a target, before anything is started.
 
-What it says itself comes from processes that it has started, minutes later. Checked against 0.26.
+vLLM's own refusals come minutes later, from processes that it has started. Checked against 0.26.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST = 64  # ranks that a message lists
 
 
 def check_shipped(config: RunConfig) -> None:
-    """Compare the splits with the sizes of a target whose config.json ships with the package.
+    """Compares the splits with the sizes of a target whose config.json ships with the package.
 
     Raises:
         ConfigurationError: as `check_sizes`.
@@ -39,10 +39,10 @@ def _sizes(checkpoint: str) -> Mapping[str, Any]:
 
 
 def check_sizes(config: RunConfig, shape: Mapping[str, Any]) -> None:
-    """Compare the splits with a text model's sizes.
+    """Compares the splits with a text model's sizes.
 
     Raises:
-        ConfigurationError: naming the axis and what would be legal.
+        ConfigurationError: a split does not fit; the message names the axis and what is allowed.
     """
     legal = [ranks for ranks in range(1, MOST + 1) if _divides(shape, ranks)]
     tensor, pipeline = config.parallelism.tensor, config.parallelism.pipeline
@@ -85,10 +85,10 @@ def _divides(shape: Mapping[str, Any], ranks: int) -> bool:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Compare the splits with this host's devices, unless ray finds devices elsewhere.
+    """Compares the splits with this host's devices, unless ray finds devices elsewhere.
 
     Raises:
-        ConfigurationError: there are too few.
+        ConfigurationError: there are too few devices.
     """
     if config.engine.vllm.distributed_executor_backend == "ray":
         return

@@ -1,7 +1,7 @@
 """Step records of vLLM, from the tokens it returns and the counts it reports.
 
-vLLM counts drafts over all requests of a step and returns only tokens per request. From both
-together each request's part is worked out.
+vLLM counts drafts over all requests of a step and returns only tokens per request. Each request's
+part is worked out from these two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNKNOWN_TOKEN = 0  # stands for a rejected draft, whose id vLLM does not report
 
 @dataclass(slots=True)
 class StepStats:
-    """Collects vLLM's statistics of one step. `attach` is what vLLM takes as a stat logger."""
+    """Statistics that vLLM reports of one step; vLLM gets `attach` as factory of a stat logger."""
 
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
@@ -30,13 +30,13 @@ class StepStats:
         return StatLogger(self)
 
     def clear(self) -> None:
-        """Forget the step before."""
+        """Resets all counts before a step."""
         self.drafted_per_position, self.accepted_per_position = [], []
         self.num_running = self.num_waiting = self.num_preempted = 0
         self.kv_usage = 0.0
 
     def add(self, scheduler: Any, iteration: Any) -> None:
-        """Take over the counts that vLLM reports; either may be None."""
+        """Takes over the counts that vLLM reports; both arguments may be None."""
         if iteration is not None:
             self.num_preempted += iteration.num_preempted_reqs
         if scheduler is None:
@@ -55,7 +55,7 @@ class StepStats:
 
 
 class StatLogger:
-    """vLLM's interface of a stat logger: the methods of its StatLoggerBase."""
+    """Stat logger with the methods of vLLM's StatLoggerBase, which fills a StepStats."""
 
     def __init__(self, stats: StepStats) -> None:
         self._stats = stats
@@ -67,22 +67,22 @@ class StatLogger:
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Keep the numbers that vLLM reports after a step."""
+        """Keeps the numbers that vLLM reports after a step."""
         self._stats.add(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def log(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """It never sleeps."""
+        """Does nothing: the engine never sleeps."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A decoding request's part in a step."""
+    """Numbers of tokens of a decoding request in one step."""
 
     num_emitted: int
     finished: bool  # a stop or a limit may have cut what was accepted
@@ -91,11 +91,12 @@ class Part:
 
 
 def share_out(parts: Sequence[Part], stats: StepStats) -> None:
-    """Fill in what each request was offered and accepted; the sums are vLLM's own, per position.
+    """Fills in how many drafts each request was offered and accepted; vLLM reports their sums per
+    position.
 
-    A request that goes on accepted all it emitted but one. The counts left over belong to those
-    that finished; among several of them the larger goes to the one that emitted more, which is
-    exact up to the order of requests that finished in the same step.
+    A request that goes on accepted all tokens that it emitted but one. The remaining counts belong
+    to finished requests, larger ones to those that emitted more, which is exact up to the order of
+    requests that finished in the same step.
     """
     accepted = _descending(stats.accepted_per_position, sum(stats.drafted_per_position[:1]))
     for part in parts:
@@ -112,7 +113,7 @@ def share_out(parts: Sequence[Part], stats: StepStats) -> None:
 
 
 def drafts_of(part: Part, emitted: Sequence[int]) -> list[int]:
-    """The draft tokens of a request as far as they are known: those that were accepted and kept."""
+    """The draft tokens of a request: those that were accepted and kept, then UNKNOWN_TOKEN."""
     known = list(emitted[: part.num_accepted])
     return known + [UNKNOWN_TOKEN] * (part.num_drafted - len(known))
 
@@ -122,9 +123,9 @@ def _sums(ours: Iterable[int], theirs: Iterable[int]) -> list[int]:
 
 
 def _descending(per_position: Sequence[int], total: int | None = None) -> list[int]:
-    """The counts, largest first, that a histogram "how many reached position i" is made of.
+    """Lengths, largest first, of which per_position[i] are above i.
 
-    `total` adds those that reached none, up to so many counts in all.
+    `total` appends zeros until there are so many lengths.
     """
     counts: list[int] = []
     for reached, number in reversed(list(enumerate(per_position, start=1))):

@@ -1,9 +1,9 @@
 """Random weights for vLLM that equal the native engine's, in place of its dummy weights.
 
 With dummy weights (at most 0.001 everywhere, norms and layer scalars among them) the residual
-stream of Gemma 4 becomes exact zeros on its way up, which a device at its power limit multiplies in
-less time: vLLM prefills the 31B shape in 1.36 s with them and in 1.57 s with weights of a model's
-size. Knows names and numbers; vLLM's own loaders cut out each rank's part. Drafters keep vLLM's.
+stream of Gemma 4 becomes exact zeros in later layers, which a device at its power limit multiplies
+in less time: vLLM prefills the 31B shape in 1.36 s with them and in 1.57 s with weights of a
+model's size. vLLM's own loaders cut out each rank's part. Drafters keep vLLM's dummy weights.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from hydraspec.models.parts import held
 from hydraspec.models.registry import TARGETS, load_target
 from hydraspec.models.weights import EMPTY, drawn_whole
 
-LOAD_FORMAT = "hydraspec"  # the name of our loader in vLLM
-EXTENSION = "hydraspec.adapters.vllm.worker.Extension"  # which every worker process imports
+LOAD_FORMAT = "hydraspec"  # name of this loader in vLLM
+EXTENSION = "hydraspec.adapters.vllm.worker.Extension"  # imported by every worker process
 DUMMY_WEIGHTS = (
     "vLLM keeps its dummy weights, since the native engine does not know the target: activations "
     "may become zeros, which take less time to multiply"
 )
-UNFILLED = "hydraspec_unfilled"  # its method
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32)  # all of a model that is not quantised
+UNFILLED = "hydraspec_unfilled"  # the extension's method
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)  # types of weights that are not quantised
 _PACKED = ".mlp.experts."  # of DeepSeek, whose experts vLLM reads one by one
 
 
 def is_known(opened: Checkpoint) -> bool:
-    """Returns whether the native engine draws weights for such a target."""
+    """Returns whether the native engine draws weights for targets of this model_type."""
     return opened.config.get("model_type") in TARGETS
 
 
 def random_weights(
     folder: Path, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a target by its Hugging Face name, whole, as the native engine draws it on
-    such a device; one at a time.
+    """Yields every weight of a target by its Hugging Face name, whole, as the native engine draws
+    it on `device`; one at a time.
 
-    The target is one of models/registry.py's: `is_known`.
+    The target must satisfy `is_known`.
     """
     shapes = load_target(
         str(folder),
@@ -65,10 +65,10 @@ def random_weights(
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Load `weights` into a rank's model through its own `load_weights`.
+    """Loads `weights` into a rank's model through the model's own `load_weights`.
 
     Returns:
-        Parameters that no weight reached, or that one reached in part: these are zero there.
+        Names of parameters that were not filled, or only in part; the rest of them is set to zero.
     """
     loaded: Any = model
     parameters = {n: p for n, p in model.named_parameters() if p.dtype in _PLAIN}
@@ -82,8 +82,8 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def order_tokens(model: nn.Module) -> None:
-    """Give the centroids of a Gemma 4 assistant their tokens in order. vLLM's dummy weights leave
-    out these ids, and what its memory held before may lie outside the vocabulary.
+    """Gives the centroids of a Gemma 4 assistant their tokens in order. vLLM's dummy weights do not
+    fill these ids, and uninitialised ids may lie outside the vocabulary.
     """
     for name, buffer in model.named_buffers():
         if name.endswith("token_ordering"):
@@ -91,8 +91,8 @@ def order_tokens(model: nn.Module) -> None:
 
 
 def unequal_weights(engine: Any, opened: Checkpoint) -> list[str]:
-    """Warnings of a running vLLM engine about random weights that differ from the native
-    engine's.
+    """Warnings about random weights of a running vLLM engine that differ from the native engine's;
+    [] if there are none.
     """
     if not is_known(opened):
         return [DUMMY_WEIGHTS]

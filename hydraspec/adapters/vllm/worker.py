@@ -1,7 +1,7 @@
 """A module that vLLM imports in each of its worker processes: a loader of random weights.
 
-vLLM finds it by name (`worker_extension_cls`), so that processes on other hosts do too. The package
-must be importable there. Checked against vLLM 0.26.
+vLLM finds it by name (`worker_extension_cls`), also in processes on other hosts. The package must
+be importable there. Checked against vLLM 0.26.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Extension:
     """Methods that vLLM adds to its worker, for `collective_rpc`."""
 
     def hydraspec_unfilled(self) -> list[str]:
-        """Parameters of this worker's target that the native engine does not have."""
+        """Names of parameters of this worker's target that the native engine does not have."""
         return _unfilled
 
 
 def register_loader() -> None:
-    """Make LOAD_FORMAT known to vLLM."""
+    """Makes LOAD_FORMAT known to vLLM."""
     from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
     from vllm.model_executor.model_loader.weight_utils import initialize_dummy_weights
 
@@ -36,10 +36,10 @@ def register_loader() -> None:
         """
 
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Does nothing: weights are drawn, not downloaded."""
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            """Fill this rank's part of the model, on the model's own device."""
+            """Fills this rank's part of the model, on the model's own device."""
             if model_config.runner_type == "draft":
                 initialize_dummy_weights(model, model_config)
                 order_tokens(model)

@@ -10,12 +10,12 @@ from hydraspec.errors import CheckpointError
 
 MAX_COUNT = 1 << 24  # sixteen million: more than any vocabulary, width or length of a model
 MAX_SHOWN = 200  # characters of a value in a message
-MAX_NUMBER = 1e30  # float32 holds it, its inverse and, in sums, its multiples
-MAX_EPS = 1.0  # of a norm: more than any activation's square would drown it
+MAX_NUMBER = 1e30  # float32 holds this number, its inverse, and sums of multiples
+MAX_EPS = 1.0  # of a norm: a larger one would outweigh the mean square of activations
 
 
 class ConfigReader:
-    """Keys of one config. A key that is absent or null has the family's default, if it has one."""
+    """Reader of a config's keys. An absent or null key has the family's default, if one exists."""
 
     def __init__(
         self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None
@@ -23,19 +23,19 @@ class ConfigReader:
         self.values, self.where, self.defaults = values, where, defaults or {}
 
     def fail(self, key: str, expected: str) -> CheckpointError:
-        """The error for a key's value; raise it."""
+        """The error for a key's value, for the caller to raise."""
         found = shown(self.values[key]) if key in self.values else "nothing"
         return CheckpointError(
             f"config.json of {self.where!r}: {key} is {found}; expected {expected}"
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, else the family's default, else `default`."""
+        """The value of a key; if absent or null, the family's default, else `default`."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer from `least` to MAX_COUNT. Raises CheckpointError."""
+        """The integer of a key. Raises CheckpointError unless it is from `least` to MAX_COUNT."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.fail(key, f"an integer of at least {least}")
@@ -51,8 +51,8 @@ class ConfigReader:
         least: float = 1 / MAX_NUMBER,
         most: float = MAX_NUMBER,
     ) -> float:
-        """A number above 0 that float32 can compute with, from `least` to `most`. Raises
-        CheckpointError."""
+        """The number of a key. Raises CheckpointError unless it is above 0 and from `least` to
+        `most`; the defaults are the range that float32 can compute with."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise self.fail(key, "a number above 0")
@@ -61,8 +61,8 @@ class ConfigReader:
         return float(value)
 
     def eps(self, key: str, default: float | None = None) -> float:
-        """What a norm adds to the mean square: a number above 0, up to MAX_EPS. Raises
-        CheckpointError."""
+        """The number that a norm adds to the mean square. Raises CheckpointError unless it is above
+        0 and at most MAX_EPS."""
         return self.number(key, default, most=MAX_EPS)
 
     def part(self, key: str, values: Mapping[str, Any]) -> ConfigReader:
@@ -91,7 +91,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value of a file for a message: its start, where it is long or nested very deeply."""
+    """Text of a file's value for a message: its start if it is long, its type if it has no text."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits

@@ -9,7 +9,7 @@ from pathlib import Path
 from hydraspec.errors import CheckpointError
 
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
-SECOND_COPY = ["consolidated*"]  # Mistral's format, often beside Hugging Face's
+SECOND_COPY = ["consolidated*"]  # Mistral's format; many releases have both
 
 
 def download(hub_id: str) -> Path:

@@ -149,7 +149,7 @@ def rotary_heads(name: str, config: Mapping[str, Any]) -> int | None:
 
 
 def half_split(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * H, ...] from interleaved to half-split RoPE order; one element is unchanged."""
+    """Rows [heads * H, ...] reordered from interleaved to half-split RoPE; a scalar stays as is."""
     if rows.numel() == 1:
         return rows
     parts = rows.view(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])

@@ -1,7 +1,7 @@
 """Reads checkpoint folders: raw config.json, and tensors one at a time straight to where they are
 used.
 
-Knows the Hugging Face folder layout and Mistral's, and nothing about any architecture.
+The module knows the Hugging Face folder layout and Mistral's, and nothing about any architecture.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_LISTED = 10  # names a message lists before it only counts
 
 @dataclass(slots=True, frozen=True)
 class TensorEntry:
-    """One tensor of a safetensors file, unread. dtype is the format's own name, such as BF16."""
+    """A tensor of a safetensors file, unread. dtype is the format's own name, such as BF16."""
 
     file: Path
     name: str  # in the file
@@ -66,7 +66,7 @@ class Checkpoint:
         """Ids under a key of generation_config.json, else of config.json; those outside the
         vocabulary are dropped.
 
-        Raises CheckpointError: neither a whole number from 0, nor a list of them.
+        Raises CheckpointError for a value that is neither a whole number from 0 nor a list of them.
         """
         sources = {
             "generation_config.json": self.generation_config,
@@ -125,8 +125,8 @@ def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
 
 
 def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
-    """Resolve and read the json files. Tensors stay unread. Raises CheckpointError, also for
-    quantisation settings unless `is_draft`.
+    """Resolves the folder and reads its json files; tensors stay unread. Raises CheckpointError,
+    also for quantisation settings unless `is_draft`.
     """
     folder = resolve_folder(checkpoint)
     if (folder / "config.json").is_file():
@@ -151,8 +151,8 @@ def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """read_json, of which every number is finite: json has no NaN or infinity, Python reads both,
-    and 1e400 as infinity."""
+    """The object in a json file. Raises CheckpointError as `read_json`, and for NaN or infinity:
+    json has neither, but Python reads both, and 1e400 as infinity."""
     config = read_json(file)
     found = number_that_is_not_finite(config)
     if found is not None:
@@ -187,7 +187,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def cannot_read(file: Path, error: OSError) -> CheckpointError:
-    """The refusal of a file that is there and that the system does not let us read."""
+    """The error for a file that exists and that the system does not let this user read."""
     reason = error.strerror or type(error).__name__
     return CheckpointError(
         f"{str(file)!r} cannot be read: {reason}; expected a file that this user may read: check "
@@ -242,7 +242,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _stays_inside(name: object) -> bool:
-    """Returns whether a file's name, as written, leads nowhere else. Links in the folder are
+    """Returns whether a file's name, as written, stays inside its folder. Links in the folder are
     followed: the hub's own cache consists of them.
     """
     if not isinstance(name, str) or "\\" in name:
@@ -261,7 +261,7 @@ def _is_file(path: Path) -> bool:
 def _from_consolidated(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
 ) -> dict[str, TensorEntry]:
-    """Mistral's own names to Hugging Face's, and what turns the rows of wq and wk."""
+    """Entries by Hugging Face's names instead of Mistral's, wq and wk with `convert` set."""
     found = {}
     for name, entry in entries.items():
         heads = mistral_names.rotary_heads(name, text_part(config))
@@ -273,7 +273,7 @@ def _from_consolidated(
 def _read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         with file.open("rb") as readable:
-            readable.read(8)  # the library does not tell what it may not read from what is broken
+            readable.read(8)  # the library does not tell unreadable files from broken ones
     except OSError as error:
         raise cannot_read(file, error) from None
     try:
@@ -290,7 +290,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Text with the first MAX_LISTED names, and how many more there are."""
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
@@ -301,12 +301,13 @@ def load_tensors(
     canonical: Callable[[str], str | None],
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every wanted tensor (canonical name -> destination of the checkpoint's shape, or a
+    """Copies every wanted tensor (canonical name -> destination of the checkpoint's shape, or a
     rank's part of it) from the files.
 
-    canonical maps a file's name to ours (None: not part of this model); ignored tells which of
-    ours may be left over. Files are read one after the other, each opened once; one tensor is held
-    at a time. Destinations without memory, which are of other pipeline stages, are only checked.
+    canonical maps a file's name to the canonical one (None: not part of this model); ignored tells
+    which canonical names may be left over. Files are read one after the other, each opened once;
+    one tensor is held at a time. Destinations of other pipeline stages, which have no memory, are
+    only checked.
     Raises CheckpointError listing what is missing, surplus or misshapen before anything is read,
     and NaN and infinities once all is.
     """
@@ -330,8 +331,8 @@ def load_tensors(
 
 
 def _read(opened: Any, entry: TensorEntry, weight: Weight) -> Tensor:
-    """What `weight` holds of a tensor in an open file: only a part's pages are read, unless rows
-    are to be reordered, which takes whole heads.
+    """The slice that `weight` holds of a tensor in an open file: only a part's pages are read,
+    unless rows are to be reordered, which takes the whole tensor.
     """
     if isinstance(weight, Part) and entry.convert is None:
         return weight.read(opened.get_slice(entry.name).__getitem__)
@@ -342,13 +343,15 @@ def _read(opened: Any, entry: TensorEntry, weight: Weight) -> Tensor:
 
 
 def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One pass over the weights where they are, without copies, and one wait for the device."""
+    """Raises CheckpointError for NaN or infinity in the weights, which are read where they are,
+    without copies and with one wait for the device.
+    """
     floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
     flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
     if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
         return
     broken = [name for name, flag in zip(floats, flags, strict=True) if not flag]
-    in_half = floats[broken[0]].dtype is torch.float16  # which holds no more than 65504
+    in_half = floats[broken[0]].dtype is torch.float16  # its largest number is 65504
     raise CheckpointError(
         f"checkpoint {str(folder)!r} holds NaN or infinity: {listed(broken)}; expected finite "
         "weights: convert or download it again"

@@ -29,8 +29,8 @@ LATENT_EPS = 1e-6
 class HeadLatents(Linear):
     """kv_b_proj of this rank's heads: latents [T, R] -> keys [T, Hq, n] and values [T, Hq, v].
 
-    Absorbed, it never expands the cache: its key half takes queries to the latents, its value half
-    what was attended from there.
+    Both halves are absorbed, so that the cache is never expanded: the key half maps queries to the
+    space of latents, the value half maps attended latents to values.
     """
 
     def __init__(self, config: DeepseekConfig, heads: Share, place: Place) -> None:
@@ -42,7 +42,7 @@ class HeadLatents(Linear):
         self.values = by_head[:, n:].transpose(1, 2)  # [Hq, R, v]
 
     def absorb_keys(self, queries: Tensor) -> Tensor:
-        """queries [T, Hq, n] -> [T, Hq, R]: their products with latents are scores."""
+        """Queries [T, Hq, n] -> queries of latents [T, Hq, R]: products of both are scores."""
         return torch.bmm(queries.transpose(0, 1), self.keys).transpose(0, 1)
 
     def expand_values(self, latents: Tensor) -> Tensor:
@@ -51,11 +51,11 @@ class HeadLatents(Linear):
 
 
 def half_split(rows: Tensor, num_heads: int, kept: int) -> Tensor:
-    """Rows [heads * H, ...], of each head those from `kept` on taken from interleaved to half-split
-    RoPE order: even ones first, then odd ones.
+    """Rows [heads * H, ...] with the rows of each head from `kept` on reordered from interleaved to
+    half-split RoPE: even ones first, then odd ones.
 
-    Rotating i with i + r/2 then is what rotating neighbours was. Scores do not see the order, as
-    long as queries and keys share it.
+    Rotating i with i + r/2 then equals rotating neighbours before. Scores do not depend on the
+    order, as long as queries and keys share it.
     """
     heads = rows.unflatten(0, (num_heads, -1))
     turned = heads[:, kept:]
@@ -63,10 +63,10 @@ def half_split(rows: Tensor, num_heads: int, kept: int) -> Tensor:
 
 
 class LatentAttention(Weights):
-    """Letters: R kv_rank, r rope_dim, n nope_dim, v value_dim, Hq heads.
+    """Latent attention block. Letters: R kv_rank, r rope_dim, n nope_dim, v value_dim, Hq heads.
 
-    `down` yields the query latent (or the queries) and, after it, the cached latent and key. Ranks
-    divide the heads; Hq are this rank's.
+    `down` yields the query latent (or the queries), then the latent and the key that are cached.
+    Ranks divide the heads, and their outputs add up to the block's; Hq are this rank's.
     """
 
     names: Mapping[str, str] = {
@@ -96,7 +96,7 @@ class LatentAttention(Weights):
             self.q_norm = Norm(config.q_rank, LATENT_EPS, place)
             self.q_up = Linear(place, config.q_rank, {"q_b_proj": queries})
         elif self.down.bias is not None:
-            self.down.bias.zero_()  # q_proj has none
+            self.down.bias.zero_()  # checkpoints have no bias of q_proj
         self.kv_norm = Norm(config.kv_rank, LATENT_EPS, place)
         self.kv_up = HeadLatents(config, self.heads, place)
         values = self.heads.times(config.value_dim)
@@ -105,11 +105,11 @@ class LatentAttention(Weights):
     def tensors(self) -> Tensors:
         """Weights by their names below `self_attn.`."""
         found = super().tensors()
-        found.pop("q_proj.bias", None)  # no file has one
+        found.pop("q_proj.bias", None)  # not in checkpoints
         return found
 
     def finish(self) -> None:
-        """Split rotary pairs into halves; call once after the weights are filled."""
+        """Reorders rotary pairs into halves; call once after the weights are filled."""
         if not self.config.rope_interleaved:
             return
         queries = partial(half_split, num_heads=self.num_heads, kept=self.config.nope_dim)
@@ -121,14 +121,14 @@ class LatentAttention(Weights):
             self.q_up = self.q_up.reordered("q_b_proj", queries)
 
     def partial_sums(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, D] normed -> [T, D], or partial sums of it [S, T, D].
+        """Output [T, D] for x [T, D], normed, or its partial sums [S, T, D].
 
-        Writes this layer's rows into cache [rows, 1, R + r] before reading it.
+        Writes this layer's rows into cache [rows, 1, R + r] before the cache is read.
         """
         return self.out.partial_sums(self._attended(x, shared, cache))
 
     def _attended(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """x [T, D] normed -> what the output projection reads, [T, Hq * v]."""
+        """Input [T, Hq * v] of the output projection for x [T, D], normed."""
         n, rank = self.config.nope_dim, self.config.kv_rank
         a = self.down.forward(x)
         self._cache_rows(a[:, self.q_width :], shared, cache)
@@ -142,11 +142,11 @@ class LatentAttention(Weights):
         return self.kv_up.expand_values(latent)
 
     def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
-        """x [T, D] normed: this layer's rows into cache, and nothing else."""
+        """Writes this layer's rows of x [T, D], normed, into cache, without attention."""
         self._cache_rows(self.down.by_library(x, self.q_width), shared, cache)
 
     def _cache_rows(self, kv: Tensor, shared: GroupPass, cache: Tensor) -> None:
-        """kv [T, R + r], raw -> cached rows: the normed latent, then the rotated key."""
+        """Caches the rows of raw kv [T, R + r]: the normed latent, then the rotated key."""
         rank = self.config.kv_rank
         key = apply_rope(kv[:, None, rank:], shared.cos, shared.sin)
         row = torch.cat((self.kv_norm.forward(kv[:, None, :rank]), key), -1)

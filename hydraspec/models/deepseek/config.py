@@ -10,7 +10,7 @@ from hydraspec.models.checkpoint.config_reader import ConfigReader
 from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MAX_GAIN, Rope, read_rope, yarn_mscale
 
-# Files may leave out what equals transformers' default (DeepseekV3Config); widths they must state.
+# Files may leave out values that equal transformers' (DeepseekV3Config), except widths.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -58,7 +58,7 @@ class DeepseekConfig(DecoderConfig):
     attention_bias: bool
     rope: Rope  # of the rope part of a head; its gain is for cosines and sines
     rope_interleaved: bool  # pairs are (0, 1), (2, 3), ... in the checkpoint; else (i, i + r/2)
-    score_scale: float  # 1/sqrt(query head), times YaRN's square where the config asks
+    score_scale: float  # 1/sqrt(query_dim), times YaRN's gain squared where the config asks
     experts: ExpertsShape | None
 
     @property
@@ -73,7 +73,9 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def divided(self) -> Divided:
-        """What tensor-parallel ranks divide. Shared experts are as wide as some routed ones."""
+        """Dimensions that tensor-parallel ranks divide. The shared experts' width is a multiple of
+        a routed expert's.
+        """
         widths = {"intermediate_size": self.intermediate_size}
         if self.experts is not None:
             widths["moe_intermediate_size"] = self.experts.intermediate_size
@@ -83,7 +85,7 @@ class DeepseekConfig(DecoderConfig):
 def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfig:
     """The shape in a raw config.json; `where` names the folder in messages.
 
-    Raises CheckpointError for keys that are absent, out of range or ask for what we do not compute.
+    Raises CheckpointError for keys that are absent, out of range or not supported.
     """
     reader = ConfigReader(config, where, DEFAULTS)
     _refuse_unsupported(reader)
@@ -118,7 +120,9 @@ def read_deepseek_config(config: Mapping[str, Any], where: str) -> DeepseekConfi
 
 
 def _score_scale(reader: ConfigReader, query_dim: int) -> float:
-    """YaRN's temperature sits here, squared, where mscale_all_dim is set (as in every release)."""
+    """Factor of attention scores. It has YaRN's temperature, squared, where mscale_all_dim is set
+    (as in every release).
+    """
     values = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
     part = ConfigReader(values, reader.where)
     stretched = values.get("rope_type", values.get("type", "default")) != "default"

@@ -1,4 +1,4 @@
-"""One DeepSeek-V3 decoder layer: latent attention, then a gated MLP or a mixture of experts."""
+"""The DeepSeek-V3 decoder layer: latent attention, then a gated MLP or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hydraspec.models.place import Place
 
 class Experts(Weights):
     """Routed experts in groups, beside shared ones that see every token. Ranks divide the inner
-    width of every expert: what each returns adds up to the block's output.
+    width of every expert, and their outputs add up to the block's output.
     """
 
     names: Mapping[str, str] = {
@@ -43,11 +43,11 @@ class Experts(Weights):
         self.shared = GatedMLP(size, inner * shape.num_shared, place, activation="silu")
 
     def partial_sums(self, x: Tensor) -> Tensor:
-        """x [T, D] normed -> [T, D]."""
+        """Sum of routed and shared experts, x [T, D] normed -> [T, D]."""
         return self._mixed(x).add_(self.shared.forward(x))
 
     def _mixed(self, x: Tensor) -> Tensor:
-        """The routed experts' weighted sum, [T, D]."""
+        """Weighted sum [T, D] of the routed experts for x [T, D], normed."""
         shape = self.shape
         logits = self.router.by_library(x.to(self.wide))
         weights, experts = route_grouped(
@@ -59,7 +59,7 @@ class Experts(Weights):
 
 
 class DeepseekLayer(PreNormLayer):
-    """Latent attention, and a gated MLP or experts."""
+    """Pre-norm layer of latent attention, and a gated MLP or experts."""
 
     def __init__(self, config: DeepseekConfig, index: int, place: Place) -> None:
         size = config.hidden_size
@@ -79,12 +79,12 @@ class DeepseekLayer(PreNormLayer):
         )
 
     def finish(self) -> None:
-        """Call once after the weights are filled."""
+        """Reorders rotary weights; call once after the weights are filled."""
         self.attention.finish()
 
     @staticmethod
     def group_shape(config: DeepseekConfig, kind: str, block_size: int, place: Place) -> GroupShape:
-        """The attention of all layers, over rows [1, kv_rank + rope_dim] of the cache, with this
+        """Attention shape of all layers, over rows [1, kv_rank + rope_dim] of the cache, with this
         rank's heads. Every rank caches whole rows.
         """
         return GroupShape(
@@ -101,7 +101,7 @@ class DeepseekLayer(PreNormLayer):
     def rope_tables(
         config: DeepseekConfig, theta: Frequencies, positions: Tensor, dtype: torch.dtype
     ) -> dict[str, RopeTable]:
-        """Cosines and sines with YaRN's gain, rounded once."""
+        """Cosines and sines [T, 1, r] of positions [T], with YaRN's gain, rounded once."""
         cos, sin = rope_table(positions, theta, theta.cos.dtype)
         if config.rope.gain != 1.0:
             cos, sin = cos.mul_(config.rope.gain), sin.mul_(config.rope.gain)

@@ -1,7 +1,7 @@
 """DeepSeek-V3 as a target: latent attention over a compressed cache, experts in groups.
 
-Follows the released checkpoints' format and transformers' arithmetic (DeepseekV3ForCausalLM). The
-multi-token-prediction layers after the last one belong to the drafter (mtp/).
+It follows the released checkpoints' format and transformers' arithmetic (DeepseekV3ForCausalLM).
+The multi-token-prediction layers after the last one belong to the drafter (mtp/).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class DeepseekTarget(Decoder):
-    """Implements TargetModel."""
+    """DeepSeek-V3 target; implements TargetModel."""
 
     layer_type = DeepseekLayer
     read_config = staticmethod(read_deepseek_config)
@@ -27,7 +27,9 @@ class DeepseekTarget(Decoder):
         return name_in_model(name)
 
     def ignores(self, name: str) -> bool:
-        """The MTP layers, rotary buffers of old files, and the head of a tied model."""
+        """Returns whether a tensor is not needed: it is of an MTP layer, a rotary buffer of an old
+        file, or the head of a tied model.
+        """
         match = _LAYER.match(name)
         is_mtp = match is not None and int(match[1]) >= self.num_layers
         return is_mtp or name.endswith("rotary_emb.inv_freq") or super().ignores(name)

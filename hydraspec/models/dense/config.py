@@ -21,7 +21,7 @@ from hydraspec.models.rope_scaling import Rope, read_rope
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Family:
-    """What differs between families beyond their files' values."""
+    """Properties of a model family that its checkpoints' files do not state."""
 
     bias: Literal["none", "keys", "qkv"] = "none"  # keys: attention_bias and mlp_bias decide
     qk_norm: bool = False
@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-MISTRAL_WINDOW = 4096  # of a Mistral config without the key; null means none
+MISTRAL_WINDOW = 4096  # sliding_window of Mistral configs without the key; null means none
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class DenseConfig(DecoderConfig):
 
     @property
     def score_scale(self) -> float:
-        """What multiplies attention scores."""
+        """Factor of attention scores: 1/sqrt(head_dim), times the square of YaRN's gain."""
         return float(self.head_dim**-0.5 * self.rope.gain**2)
 
     @property
     def divided(self) -> Divided:
-        """What tensor-parallel ranks divide."""
+        """Dimensions that tensor-parallel ranks divide."""
         kv_heads = {"num_key_value_heads": self.num_kv_heads}
         return Divided(self.num_heads, kv_heads, {"intermediate_size": self.intermediate_size})
 
@@ -83,7 +83,7 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
     """The shape in a raw config.json, top level or under text_config; `where` names the folder.
 
     Raises CheckpointError for a model_type that is not in FAMILIES, and for keys that are absent,
-    out of range or ask for what we do not compute.
+    out of range or not supported.
     """
     values = text_part(config)
     model_type = values.get("model_type")
@@ -123,17 +123,17 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
 
 
 def _activation(reader: ConfigReader) -> Activation:
-    """What hidden_act means; gelu_pytorch_tanh comes in draft heads made for Gemma targets."""
+    """The activation of hidden_act; draft heads made for Gemma targets have gelu_pytorch_tanh."""
     name = reader.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise reader.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-    if reader.get("hidden_activation") not in (None, name):  # Gemma's name for the same
+    if reader.get("hidden_activation") not in (None, name):  # Gemma's name of hidden_act
         raise reader.fail("hidden_activation", f"{name} or nothing, since hidden_act says {name}")
     return ACTIVATIONS[name]
 
 
 def _refuse_uncomputed(reader: ConfigReader) -> None:
-    """Keys of neighbouring families, which would change the computation. Raises CheckpointError."""
+    """Raises CheckpointError for keys of related families that would change the computation."""
     for key in ("partial_rotary_factor", "residual_multiplier"):
         if reader.get(key, 1) != 1:
             raise reader.fail(key, "1 or nothing; no other value is computed: use another model")
@@ -152,7 +152,7 @@ def _refuse_uncomputed(reader: ConfigReader) -> None:
 
 
 def _heads(reader: ConfigReader) -> tuple[int, int]:
-    """Query heads and head_dim."""
+    """Number of query heads, and head_dim."""
     heads, width = reader.count("num_attention_heads"), reader.count("hidden_size")
     head_dim = reader.count("head_dim", width // heads if width % heads == 0 else None)
     if head_dim % 2:
@@ -168,7 +168,7 @@ def _kv_heads(reader: ConfigReader, heads: int) -> int:
 
 
 def _windows(reader: ConfigReader, family: Family) -> tuple[tuple[str, ...], int | None]:
-    """Layer kinds and the sliding layers' window."""
+    """Layer kinds, and the sliding layers' window; None if there are no sliding layers."""
     num_layers = reader.count("num_hidden_layers")
     kinds, window = reader.get("layer_types"), None
     if family.window == "given":

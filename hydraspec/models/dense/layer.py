@@ -15,7 +15,7 @@ from hydraspec.models.place import Place
 
 
 class DenseLayer(PreNormLayer):
-    """Multi-head attention and a gated MLP."""
+    """Pre-norm layer of multi-head attention and a gated MLP."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class DenseLayer(PreNormLayer):
         input_size: int | None = None,
         has_input_norm: bool = True,
     ) -> None:
-        """index: of the layer in its model; layers after the last one, which draft, see everything.
-        input_size is what q, k and v read, the hidden size if None (2 D in an EAGLE-3 head's first
-        layer).
+        """Builds layer `index` of a model with empty weights. Layers after the model's last one,
+        which draft, have full attention. input_size is the width of the input of q, k and v; None:
+        the hidden size (an EAGLE-3 head's first layer reads 2 D).
         """
         size = config.hidden_size
         shape = AttentionShape(
@@ -55,7 +55,7 @@ class DenseLayer(PreNormLayer):
 
     @staticmethod
     def group_shape(config: DenseConfig, kind: str, block_size: int, place: Place) -> GroupShape:
-        """The attention of the KV group of a kind of layers, with this rank's heads."""
+        """Attention shape of the KV group of a kind of layers, with this rank's heads."""
         queries, kv = place.heads(config.num_heads, config.num_kv_heads)
         return GroupShape(
             num_heads=queries.count,
@@ -70,5 +70,5 @@ class DenseLayer(PreNormLayer):
     def rope_tables(
         config: DenseConfig, theta: Frequencies, positions: Tensor, dtype: torch.dtype
     ) -> dict[str, RopeTable]:
-        """One rotary table, which all kinds of layers share."""
+        """A rotary table of positions [T], the same for all kinds of layers."""
         return dict.fromkeys(KINDS, rope_table(positions, theta, dtype))

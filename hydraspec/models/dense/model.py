@@ -1,7 +1,7 @@
 """Llama-like dense decoders over a paged KV cache: Llama 3, Mistral, Qwen2, Qwen3 and MiMo.
 
-Follows the checkpoints' published format and transformers' arithmetic. Knows nothing of
-scheduling or speculation.
+The model follows the checkpoints' published format and transformers' arithmetic, and knows nothing
+of scheduling or speculation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_OURS = (
 
 
 class DenseTarget(Decoder):
-    """Implements TargetModel."""
+    """Llama-like dense target; implements TargetModel."""
 
     layer_type = DenseLayer
     read_config = staticmethod(read_dense_config)

@@ -42,7 +42,7 @@ class EagleConfig:
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
     aux_layer_ids: tuple[int, ...] | None = None  # None: the default for the target's depth
-    num_aux: int | None = None  # where stated
+    num_aux: int | None = None  # number of aux states, if the config states it
     use_aux: bool = True  # else its input is the target's final hidden state, without fc
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -115,7 +115,7 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
 
 
 def _everywhere(*names: str) -> list[str]:
-    """Keys at the top level and, each after it, under eagle_config."""
+    """Paths of keys: each name at the top level, then the same name under eagle_config."""
     return [path for name in names for path in (name, f"eagle_config.{name}")]
 
 
@@ -135,8 +135,9 @@ def _flag(keys: ConfigReader, key: str) -> bool | None:
 
 
 def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tuple[bool, str]:
-    """norm_before_residual of a config without it, and a note about that: the default of vLLM's
-    loader (ADR 17). The class that writes speculators folders has another default for eagle3 only.
+    """The value of norm_before_residual for a config that does not give it: the default of vLLM's
+    loader (ADR 17); and a note for the user. The class that writes speculators folders has another
+    default for eagle3 only.
     """
     value, why = False, "as vLLM and the code of EAGLE's authors compute it"
     if form == SPECULATORS:
@@ -248,8 +249,9 @@ def _ids(keys: ConfigReader, name: str) -> tuple[int, ...]:
 
 
 def _read_eagle1(opened: Checkpoint, method: str, found: Detected) -> EagleConfig:
-    """EAGLE-1. Mistral's heads keep layer 0's input norm and the final norm; all others have
-    neither (cnets.py of the authors' code), since the target's state is normed already.
+    """The config of an EAGLE-1 head. Mistral's heads keep layer 0's input norm and the final norm;
+    all others have neither (cnets.py of the authors' code), since the target's state is normed
+    already.
     """
     raw, keys = opened.config, ConfigReader(opened.config, str(opened.folder))
     if found.format == SPECULATORS:
@@ -288,7 +290,8 @@ def _nested(keys: ConfigReader) -> dict[str, Any]:
 
 def _layers(raw: dict[str, Any]) -> dict[str, Any]:
     """The config of a draft head's decoder layers. Llama layers with a sliding window are read as
-    Mistral's, which compute the same. Of rotary parameters per layer type, the sliding ones apply.
+    Mistral's, which compute the same. If rotary parameters are given per layer type, those of
+    sliding layers are taken.
     """
     layers = dict(raw)
     rope = layers.get("rope_parameters")

@@ -38,8 +38,8 @@ _EAGLE1_IDENTITIES = ("layers.0.input_layernorm.weight", "norm.weight")
 
 
 def canonical_name(name: str) -> str:
-    """A tensor's name in the form used here: without `model.`, layers numbered. (The reader has
-    already turned Mistral's names into Hugging Face's.)
+    """A tensor's canonical name: without `model.`, layers numbered. (The reader has already turned
+    Mistral's names into Hugging Face's.)
     """
     name = name.removeprefix("model.")
     for start, ours in (
@@ -68,8 +68,8 @@ class FusedLayer(DenseLayer):
     def fuse(
         self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """Embeddings e and states h [T, D] -> the stream after the layer, and its norm by
-        `next_norm`; writes and reads cache.
+        """The stream after the layer, and its norm by `next_norm`, for embeddings e and states h,
+        [T, D] each; writes and reads cache.
         """
         assert self.input_norm is not None
         g = self.hidden_norm.forward(h)
@@ -79,7 +79,7 @@ class FusedLayer(DenseLayer):
 
 
 class Combine(Weights):
-    """Target states -> what enters the head: norms, concatenation, fc."""
+    """Combination of aux states of the target into the head's input: norms, concatenation, fc."""
 
     names: Mapping[str, str] = {"fc": "", "norm": "input_norm.", "state_norms": "fc_norm."}
 
@@ -92,7 +92,7 @@ class Combine(Weights):
         self.state_norms = [Norm(width, eps, place) for _ in range(count)]
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
-        """A times [T, D_target] -> [T, D]."""
+        """The head's input [T, D] from A aux states, [T, D_target] each."""
         if self.state_norms:
             states = [n.forward(x) for n, x in zip(self.state_norms, states, strict=True)]
         x = torch.cat(tuple(states), -1)
@@ -102,12 +102,13 @@ class Combine(Weights):
 
 
 class EagleHead(Weights):
-    """Implements OwnCacheHead. Built empty by `load_eagle`, which fills and finishes it.
+    """Draft head of EAGLE-1, EAGLE-3 or P-EAGLE; implements OwnCacheHead. `load_eagle` builds it
+    empty, then fills and finishes it.
 
     Attributes:
-        embedding: of the target's vocabulary, unscaled; its own or the target's.
-        head: output projection of the draft's vocabulary; its own or the target's.
-        own: weights of both where they are the checkpoint's.
+        embedding: table of the target's vocabulary, unscaled; the checkpoint's or the target's.
+        head: output projection of the draft's vocabulary; the checkpoint's or the target's.
+        own: weights of these two tables as far as they are the checkpoint's.
     """
 
     names: Mapping[str, str] = {
@@ -164,30 +165,34 @@ class EagleHead(Weights):
         return super().tensors() | self.own
 
     def canonical_name(self, name: str) -> str | None:
-        """See the function of that name."""
+        """The canonical name of a checkpoint's tensor: see the function `canonical_name`."""
         return canonical_name(name)
 
     def ignores(self, name: str) -> bool:
-        """Vocabulary maps, which are read apart, and norms that a Llama head does not have."""
+        """Returns whether a tensor is not needed: a vocabulary map, which is read separately, or a
+        norm that a Llama head does not have.
+        """
         has_identities = self.config.method == "eagle" and not self.config.keeps_input_norm
         is_identity = has_identities and name in _EAGLE1_IDENTITIES
         return is_identity or _IGNORED.match(name) is not None
 
     def finish(self, suppressed: Tensor) -> None:
-        """Call once after the weights are filled. suppressed [n]: draft ids never to propose."""
+        """Projects the mask state and sets the draft ids never to propose, suppressed [n]; call
+        once after the weights are filled.
+        """
         self.project_mask()
         columns = suppressed - self.vocabulary.first
         columns = columns[(columns >= 0) & (columns < self.vocabulary.num_tokens)]
         self.banned = columns if columns.shape[0] else None
 
     def project_mask(self) -> None:
-        """Compute `mask_hidden` from the weights, where the head has mask rows."""
+        """Computes `mask_hidden` from the weights, where the head has mask rows."""
         if self.mask_state is not None and self.combine is not None:
             states = self.mask_state.view(len(self.spec.aux_layer_ids), 1, -1)
             self.mask_hidden = self.combine.forward(states.unbind()).view(-1)
 
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
-        """Sliding layers first, then full ones; also sets the block size forward reads with."""
+        """KV groups, sliding layers first; also sets the block size that forward reads with."""
         self.groups, specs = group_layers(
             {first_layer + i: kind for i, kind in enumerate(self.shape.kinds)},
             DRAFT_GROUPS,
@@ -197,7 +202,7 @@ class EagleHead(Weights):
         return specs
 
     def combine_target_hidden(self, target_step: TargetStep) -> Tensor:
-        """What a pass over the target's rows takes as hidden state, [T, D]."""
+        """Hidden states [T, D] that a pass over the target's rows reads."""
         if self.combine is None:
             return target_step.hidden_states
         return self.combine.forward(target_step.aux_hidden_states)
@@ -224,7 +229,9 @@ class EagleHead(Weights):
         return y, y if self.config.norm_output else h
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[B, D] -> [B, V_draft]; what the target never samples gets the dtype's minimum."""
+        """Logits [B, V_draft] of hidden [B, D]; tokens that the target never samples get the
+        dtype's minimum.
+        """
         return self.vocabulary.whole(self._columns(hidden))
 
     def _columns(self, hidden: Tensor) -> Tensor:
@@ -237,6 +244,8 @@ class EagleHead(Weights):
         return logits
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """[B, D] -> [B] ids of the target's vocabulary; equal scores go to the lowest draft id."""
+        """Best tokens [B] of hidden [B, D], as ids of the target's vocabulary; of equal scores the
+        lowest draft id wins.
+        """
         tokens = self.vocabulary.greedy_tokens(self._columns(hidden))
         return tokens if self.vocab_map is None else self.vocab_map.index_select(0, tokens)

@@ -186,7 +186,9 @@ def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> 
 
 
 def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
-    """Use the target's embedding if the head's equals it: some formats always save a copy."""
+    """Shares the target's embedding if the head's is equal, since some formats always save a copy;
+    returns whether it is shared.
+    """
     if "embed_tokens.weight" not in head.own:
         return True
     ours, theirs = head.embedding.weight, target.table.weight
@@ -200,7 +202,9 @@ def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
 
 
 def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Compared in pieces: the mask of a comparison takes a byte per element, 1 GB if large."""
+    """Returns whether two tables are equal. They are compared in pieces: the mask of a comparison
+    takes a byte per element, 1 GB for a large table.
+    """
     pieces = zip(ours.split(COMPARED_ROWS), theirs.split(COMPARED_ROWS), strict=True)
     return all(torch.equal(a, b) for a, b in pieces)
 

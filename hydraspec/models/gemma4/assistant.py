@@ -37,10 +37,10 @@ from hydraspec.types import KVGroupSpec, RowSegment
 
 @dataclass(slots=True)
 class DraftContext:
-    """What the draft layers of each kind read in all steps of a round."""
+    """Inputs that the draft layers share in all steps of a round, by kind of layer."""
 
     passes: dict[str, GroupPass]
-    caches: dict[str, Tensor]  # of the target layer they read
+    caches: dict[str, Tensor]  # of the target layer that is read
 
 
 class CentroidHead(Weights):
@@ -51,7 +51,7 @@ class CentroidHead(Weights):
     names: Mapping[str, str] = {"centroids": "", "ordering": "masked_embedding.token_ordering"}
 
     def __init__(self, config: AssistantConfig, table: Table, place: Place) -> None:
-        """table: the tokens' rows, whose weights the assistant names."""
+        """Builds empty weights. table: rows of all tokens, which are the assistant's weights."""
         width, count = config.text.hidden_size, config.num_centroids
         self.table, self.count, self.top_k = table, count, config.centroid_top_k
         self.centroids = Linear(place, width, {"masked_embedding.centroids": count})
@@ -59,8 +59,8 @@ class CentroidHead(Weights):
         self.clusters = self.ordering  # [C, V / C], set by `finish`
 
     def finish(self, where: str) -> None:
-        """Call once after the weights are filled. Raises CheckpointError for an ordering that is
-        none.
+        """Splits the token ordering into clusters; call once after the weights are filled. Raises
+        CheckpointError unless the ordering has every token id once.
         """
         everything = torch.arange(len(self.ordering), device=self.ordering.device)
         if not torch.equal(self.ordering.sort().values, everything):
@@ -71,19 +71,21 @@ class CentroidHead(Weights):
         self.clusters = self.ordering.view(self.count, -1)
 
     def logits(self, d: Tensor) -> Tensor:
-        """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
+        """Logits [B, V] of d [B, Hd]; tokens of other clusters than the best get the dtype's finite
+        minimum.
+        """
         rows, centroids = self.table.weight, self.centroids.weight
         return centroid_head(d, rows, centroids, self.clusters, self.top_k)
 
     def greedy_tokens(self, d: Tensor, banned: Tensor | None) -> Tensor:
-        """d [B, Hd] -> the best token [B] that the mask `banned` [V] does not mark."""
+        """Best tokens [B] for d [B, Hd], without those that the mask `banned` [V] marks."""
         rows, centroids = self.table.weight, self.centroids.weight
         return centroid_greedy(d, rows, centroids, self.clusters, self.top_k, banned)
 
 
 class Gemma4Assistant(Weights):
-    """The draft head. It owns no KV and writes none; its logits have no soft cap (as in
-    transformers).
+    """Draft head of a Gemma 4 assistant. It owns no KV and writes none; its logits have no soft cap
+    (as in transformers).
     """
 
     spec: DraftSpec
@@ -112,18 +114,20 @@ class Gemma4Assistant(Weights):
             "layers": "model.layers.",
             "norm": "model.norm.",
         }
-        self.sources: dict[str, tuple[int, KVGroupSpec]] = {}  # type -> KV group's place, its spec
+        self.sources: dict[str, tuple[int, KVGroupSpec]] = {}  # type -> KV group's index, its spec
         self._banned_ids: Tensor | None = None
         self._banned: Tensor | None = None
 
     def ignores(self, name: str) -> bool:
-        """The head's other name: tied files may hold both, untied ones an embedding that nothing
-        reads.
+        """Returns whether a tensor is not needed: the head's other name, since tied files may hold
+        both names, and untied ones an embedding that nothing reads.
         """
         return name in ("lm_head.weight", "model.embed_tokens.weight")
 
     def finish(self, where: str) -> None:
-        """Call once after the weights are filled. Raises CheckpointError: see CentroidHead."""
+        """Finishes the layers and sets the banned tokens; call once after the weights are filled.
+        Raises CheckpointError: see CentroidHead.
+        """
         for layer in self.layers:
             layer.finish()
         if banned := self.vocabulary.rows_of(self.target.suppress_token_ids):
@@ -135,7 +139,7 @@ class Gemma4Assistant(Weights):
             self.centroids.finish(where)
 
     def read_from(self, specs: Sequence[KVGroupSpec]) -> None:
-        """Read caches laid out as the target's groups say, which come first in `specs`."""
+        """Takes the layout of the caches from `specs`, in which the target's groups come first."""
         self.sources = {kind: (g, specs[g]) for kind, (g, _) in self.sources.items()}
 
     def begin(
@@ -146,7 +150,7 @@ class Gemma4Assistant(Weights):
         max_seq_len: int,  # upper bound of seq_lens
         kv_caches: list[Tensor | None],  # per target layer
     ) -> DraftContext:
-        """What stays the same over the K steps of a round."""
+        """The context of a round: inputs that stay the same over its K steps."""
         b, dtype = positions.shape[0], self.place.dtype
         segments = (RowSegment(0, 0, b, 1, max_seq_len),)
         context = DraftContext({}, {})
@@ -167,11 +171,11 @@ class Gemma4Assistant(Weights):
     def step(
         self, context: DraftContext, token_ids: Tensor, hidden: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [B] and backbone hidden states [B, D], or [T, D] at rows [B] -> d [B, Hd] for
-        logits, and the next step's [B, D].
+        """Runs a draft step: token_ids [B] and backbone hidden states [B, D], or [T, D] at rows [B]
+        -> d [B, Hd] for logits, and the hidden states [B, D] of the next step.
 
-        Step 0 takes the newest token and the target's final-norm output at p; later steps what
-        the last returned.
+        Step 0 takes the newest token and the target's final-norm output at p; later steps take
+        what the step before returned.
         """
         h = self.pre.forward(self.target.embed_beside(token_ids, hidden, rows))
         y = self.layers[0].input_norm.forward(h)
@@ -181,7 +185,9 @@ class Gemma4Assistant(Weights):
         return y, self.post.forward(y)
 
     def compute_logits(self, d: Tensor) -> Tensor:
-        """d [B, Hd] -> [B, V]; tokens that are not candidates get the dtype's finite minimum."""
+        """Logits [B, V] of d [B, Hd]; banned tokens, and with centroids those of other clusters
+        than the best, get the dtype's finite minimum.
+        """
         return self.vocabulary.whole(self._columns(d))
 
     def _columns(self, d: Tensor) -> Tensor:
@@ -192,7 +198,7 @@ class Gemma4Assistant(Weights):
         return logits
 
     def greedy_tokens(self, d: Tensor) -> Tensor:
-        """d [B, Hd] -> the best token [B]; equal scores go to the lowest id."""
+        """Best tokens [B] for d [B, Hd]; of equal scores the lowest id wins."""
         if self.centroids is not None:
             return self.centroids.greedy_tokens(d, self._banned)
         return self.vocabulary.greedy_tokens(self._columns(d))
@@ -235,8 +241,8 @@ def load_assistant(
 def match_target(
     config: AssistantConfig, target: TargetModel, where: str
 ) -> dict[str, tuple[int, KVGroupSpec]]:
-    """Per layer type the KV group a draft layer reads: its place and spec. The last owner in it
-    is the source.
+    """The KV group that draft layers of each type read: its index and spec. The group's last layer
+    is the one whose KV is read.
 
     Raises CheckpointError naming both sides' values where assistant and target do not fit.
     """

@@ -1,4 +1,4 @@
-"""The assistant's config.json, read raw."""
+"""The config.json of a Gemma 4 assistant, read raw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULTS = {"num_centroids": 2048, TOP_K: 32, "backbone_hidden_size": 1536}
 
 @dataclass(slots=True, frozen=True)
 class AssistantConfig:
-    """An assistant's shape."""
+    """Shape of a Gemma 4 assistant."""
 
     text: Gemma4Config  # its own layers; none owns KV
     backbone_hidden_size: int
@@ -25,7 +25,7 @@ class AssistantConfig:
 
 
 def read_assistant(checkpoint: str) -> tuple[Checkpoint, AssistantConfig]:
-    """Open an assistant's folder and read its shape. Raises CheckpointError."""
+    """Opens an assistant's folder and reads its shape. Raises CheckpointError."""
     opened = open_checkpoint(checkpoint)
     raw, where = opened.config, str(opened.folder)
     if raw.get("model_type") not in MODEL_TYPES:

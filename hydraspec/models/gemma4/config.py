@@ -2,7 +2,7 @@
 
 transformers' own config object moves `global_head_dim` and `num_global_key_value_heads` into
 `per_layer_config`; code that asks it for the attribute silently gets the sliding layers' sizes.
-Hence the raw file.
+Therefore the raw file is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MIN_THETA
 
-# Released configs leave out what equals transformers' default (Gemma4TextConfig).
+# Released configs leave out values that equal transformers' defaults (Gemma4TextConfig).
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -35,7 +35,7 @@ DEFAULT_ROPE: dict[str, dict[str, Any]] = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LayerShape:
-    """What differs between decoder layers."""
+    """Shape of a decoder layer, as far as layers differ."""
 
     kind: str  # SLIDING or FULL
     head_dim: int
@@ -59,7 +59,7 @@ class RopeShape:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """The text model's shape."""
+    """Shape of a Gemma 4 text model."""
 
     sliding_window: int
     softcap: float | None
@@ -79,7 +79,7 @@ class Gemma4Config(DecoderConfig):
 
     @property
     def divided(self) -> Divided:
-        """What tensor-parallel ranks divide."""
+        """Dimensions that tensor-parallel ranks divide."""
         kv_heads = {f"KV heads of {layer.kind} layers": layer.num_kv_heads for layer in self.layers}
         widths = {"intermediate_size": min(layer.intermediate_size for layer in self.layers)}
         if self.num_experts:
@@ -98,8 +98,7 @@ def read_gemma4_config(
     """The shape in a raw config.json; `where` names the folder in messages.
 
     An assistant's layers own no KV; each reads the target's last owner of its type (kv_source -1
-    here). Raises CheckpointError for keys that are absent, out of range or ask for what we do not
-    compute.
+    here). Raises CheckpointError for keys that are absent, out of range or not supported.
     """
     reader = ConfigReader(text_part(config), where, DEFAULTS)
     _refuse_unsupported(reader)

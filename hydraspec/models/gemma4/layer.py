@@ -1,4 +1,4 @@
-"""One Gemma 4 decoder layer: sandwich norms, attention, MLP, experts beside it, per-layer inputs,
+"""The Gemma 4 decoder layer: sandwich norms, attention, MLP, experts beside it, per-layer inputs,
 layer scalar.
 """
 
@@ -54,12 +54,12 @@ class Experts(Weights):
         self.post_norm = Norm(size, self.eps, place)  # after the experts
 
     def finish(self) -> None:
-        """Call once after the weights are filled."""
+        """Computes the router's gain; call once after the weights are filled."""
         self.router_gain = self.router_scale.to(self.wide) * len(self.router_scale) ** -0.5
 
     def forward(self, h: Tensor, dense: Tensor) -> Tensor:
-        """The stream h [T, D] and the dense MLP's output -> the sum of both branches, each
-        normed. dense is a rank's addend; what is returned is whole on every rank.
+        """Sum [T, D] of the experts' output for the stream h [T, D] and of the dense MLP's output
+        `dense` [T, D], each normed. dense is a rank's addend; the sum is whole on every rank.
         """
         logits = self.router.forward(rms_norm(h, self.router_gain, self.eps))
         weights, experts = route(logits, self.top_k, self.expert_scale)
@@ -75,7 +75,7 @@ class Experts(Weights):
 
 class PerLayerInput(Weights):
     """The part of a layer that mixes in its slice of the per-layer embeddings (PLE). Every rank
-    holds it whole: its matrices are small beside what one more sum over ranks costs.
+    holds it whole: reading its small matrices costs less than one more sum over ranks.
     """
 
     names: Mapping[str, str] = {"gate": "", "projection": "", "norm": "post_per_layer_input_norm."}
@@ -86,12 +86,16 @@ class PerLayerInput(Weights):
         self.norm = Norm(size, eps, place)
 
     def partial_sums(self, h: Tensor, inputs: Tensor) -> Tensor:
-        """h [T, D] and this layer's inputs [T, width] -> what `norm` reads, [S, T, D]."""
+        """Projection of this layer's inputs [T, width], gated by h [T, D], before `norm`: [T, D],
+        or its partial sums [S, T, D].
+        """
         return self.projection.partial_sums(self.gate.gelu_times(h, inputs))
 
 
 class Gemma4Layer(Weights):
-    """h -> (h + attention, + MLP, + per-layer input) * layer_scalar."""
+    """Gemma 4 decoder layer: (h + attention + MLP + per-layer input) * layer_scalar; each addend is
+    computed from the sum before it.
+    """
 
     names: Mapping[str, str] = {
         "attention": "self_attn.",
@@ -123,7 +127,7 @@ class Gemma4Layer(Weights):
         self.scale: float | None = None  # the scalar as a host number, set by `finish`; None: 1
 
     def finish(self) -> None:
-        """Call once after the weights are filled."""
+        """Reads layer_scalar on the host; call once after the weights are filled."""
         scale = float(self.layer_scalar.double().item())
         self.scale = None if scale == 1.0 else scale
         if self.experts is not None:
@@ -138,8 +142,8 @@ class Gemma4Layer(Weights):
         next_norm: Norm,
         per_layer_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The stream h [T, D] (changed in place) and y = input_norm(h) -> the stream after the
-        layer, and its norm by `next_norm`.
+        """The stream after the layer, and its norm by `next_norm`, for the stream h [T, D] (changed
+        in place) and y = input_norm(h).
         """
         attended = self.attention.partial_sums(y, shared, cache)
         post, group = self.post_attention_norm, self.group
@@ -158,7 +162,7 @@ class Gemma4Layer(Weights):
 
     @staticmethod
     def group_shape(config: Gemma4Config, kind: str, block_size: int, place: Place) -> GroupShape:
-        """The attention of the KV group of a kind of layers, which all have one shape, with this
+        """Attention shape of the KV group of a kind of layers, which all have one shape, with this
         rank's heads.
         """
         layer = next(layer for layer in config.layers if layer.kind == kind)
@@ -175,7 +179,7 @@ class Gemma4Layer(Weights):
     def rope_tables(
         config: Gemma4Config, theta: dict[str, Frequencies], positions: Tensor, dtype: torch.dtype
     ) -> dict[str, RopeTable]:
-        """A rotary table for each kind of layers."""
+        """A rotary table of positions [T] for each kind of layers."""
         return {kind: rope_table(positions, theta[kind], dtype) for kind in theta}
 
 

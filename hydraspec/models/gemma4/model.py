@@ -1,8 +1,8 @@
 """The Gemma 4 text model: dense, per-layer-input and mixture-of-experts shapes over a paged KV
 cache.
 
-Follows the released checkpoints' format and transformers' arithmetic (Gemma4ForCausalLM). Knows
-nothing of scheduling or speculation.
+The model follows the released checkpoints' format and transformers' arithmetic
+(Gemma4ForCausalLM), and knows nothing of scheduling or speculation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PerLayerEmbedding(Weights):
     }
 
     def __init__(self, config: Gemma4Config, held: range, place: Place) -> None:
-        """held: the layers that read what is computed here."""
+        """Builds empty weights. held: the layers of this stage, which read the per-layer inputs."""
         self.width = config.ple_size
         share = Share(len(config.layers), held.start, len(held))
         columns = share.times(self.width)
@@ -60,8 +60,8 @@ class PerLayerEmbedding(Weights):
         self.projection_scale = config.hidden_size**-0.5
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """token_ids [T] and their scaled embeddings [T, D] -> [T, num_layers, width]. Unknown ids
-        read row 0.
+        """Per-layer inputs [T, held layers, width] of token_ids [T] and their scaled embeddings
+        [T, D]. Unknown ids read row 0.
         """
         ids, table, vocabulary = token_ids, self.table.weight, self.table.vocabulary
         if vocabulary.group.size > 1:  # the rows that were looked up stand in for the table
@@ -80,7 +80,7 @@ class PerLayerEmbedding(Weights):
 
 
 class Gemma4Target(Decoder):
-    """Implements TargetModel."""
+    """Gemma 4 target; implements TargetModel."""
 
     names: Mapping[str, str] = {**Decoder.names, "per_layer": ""}
     layer_type = Gemma4Layer
@@ -109,7 +109,9 @@ class Gemma4Target(Decoder):
         return None if name.startswith(_TOWERS) else name
 
     def ignores(self, name: str) -> bool:
-        """Keys and values of layers that share them, and the head of a tied model."""
+        """Returns whether a tensor is not needed: it is of the keys or values of a layer that
+        shares KV, or the head of a tied model.
+        """
         match = _SHARED_KV.match(name)
         if match is None or int(match[1]) >= self.num_layers:
             return super().ignores(name)
@@ -121,12 +123,12 @@ class Gemma4Target(Decoder):
 
     @property
     def embeds(self) -> bool:
-        """Per-layer inputs read the embedding too."""
+        """Returns whether this stage has the embedding table, which per-layer inputs read too."""
         return super().embeds or bool(self.config.ple_size)
 
     def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
-        """[T, layers of this stage, width] of a model with per-layer inputs. Each stage computes
-        those of its layers from token ids.
+        """Per-layer inputs [T, layers of this stage, width]; None for a model without them. Each
+        stage computes those of its layers from token ids.
         """
         if self.per_layer is None:
             return None
@@ -135,7 +137,7 @@ class Gemma4Target(Decoder):
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """value as dtype holds it: published models round their embedding scale."""
+    """The value rounded to dtype, as published models round their embedding scale."""
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
 
 

@@ -1,7 +1,7 @@
-"""Which multi-token-prediction layers a checkpoint holds, in which published layout.
+"""Reads the multi-token-prediction (MTP) layers that a checkpoint announces, and their layout.
 
-DeepSeek-V3 and MiMo keep them in the target's own files, the speculators format in a folder of
-their own. The layouts differ in names, in the order of the concatenation, and in whether the first
+DeepSeek-V3 and MiMo keep them in the target's own files, the speculators format in a separate
+folder. The layouts differ in names, in the order of the concatenation, and in whether the first
 position's embedding is blanked (docs/adr/0008).
 """
 
@@ -59,16 +59,16 @@ SPECULATORS = replace(MIMO, name="speculators", embedding_first=True, blanks_fir
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MTPConfig:
-    """The layers of one checkpoint."""
+    """The MTP layers of a checkpoint."""
 
     layout: MTPLayout
-    block: DeepseekConfig | DenseConfig  # what each layer's decoder block is
+    block: DeepseekConfig | DenseConfig  # of each layer's decoder block
     num_layers: int
     prefixes: tuple[str, ...]  # of each layer's tensors, without `model.`
 
     @property
     def hidden_size(self) -> int:
-        """Width of the layer's hidden states."""
+        """Width of the layers' hidden states."""
         return self.block.hidden_size
 
 
@@ -124,7 +124,9 @@ def _speculators(raw: Mapping[str, object], where: str) -> MTPConfig:
 
 
 def check_num_drafts(num_drafts: int, num_layers: int, where: str) -> None:
-    """Step j runs layer j % n, so K above n has to be whole turns. Raises ConfigurationError."""
+    """Raises ConfigurationError for K above the number n of layers unless K is a multiple of n,
+    since step j runs layer j % n.
+    """
     if num_drafts > num_layers and num_drafts % num_layers:
         fits = num_drafts // num_layers * num_layers
         raise ConfigurationError(

@@ -1,10 +1,10 @@
 """Multi-token-prediction heads: DeepSeek-V3's, MiMo's, and those of the speculators format.
 
 A row at position t joins the embedding of token t + 1 with a hidden state at t, and runs a decoder
-layer over its own cache. The first state is the target's output after its final norm: it is
-what transformers and vLLM hand over, and what the checkpoints' hidden norm was trained on. What a
-layer returns after its own final norm is scored by the target's head and fed back
-(docs/adr/0008; DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
+layer over its own cache. The first state is the target's output after its final norm, which
+transformers and vLLM hand over, and on which the checkpoints' hidden norm was trained. A layer's
+output after its own final norm is scored by the target's head and fed back (docs/adr/0008;
+DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
 
 class MTPLayer(Weights):
-    """final_norm(block(projection(cat of the normed embedding and the normed state)))."""
+    """MTP layer: final_norm(block(projection(cat[norm(embedding), norm(state)]))); the order of the
+    concatenation is the layout's.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class MTPLayer(Weights):
         }
 
     def forward(self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
-        """Embeddings e and states h [T, D] -> [T, D], after the final norm."""
+        """States [T, D] after the final norm, for embeddings e and states h, [T, D] each."""
         parts = (self.token_norm.forward(e), self.hidden_norm.forward(h))[:: self.order]
         x = self.projection.forward(torch.cat(parts, -1))
         norm = self.block.input_norm
@@ -68,7 +70,9 @@ class MTPLayer(Weights):
 
 
 class MTPHead(Weights):
-    """Implements OwnCacheHead. Step j runs layer j % n; embedding and head are the target's."""
+    """Draft head of n MTP layers; implements OwnCacheHead. Step j runs layer j % n; embedding and
+    output projection are the target's.
+    """
 
     spec: DraftSpec
 
@@ -101,16 +105,18 @@ class MTPHead(Weights):
         return name if name.startswith(self.config.prefixes) else None
 
     def ignores(self, name: str) -> bool:
-        """Copies of the target's embedding and head beside each layer; the target's stand in."""
+        """Returns whether a tensor is not needed: a layer's copy of the target's embedding or head,
+        since the target's are used, or a rotary buffer.
+        """
         return name.endswith(("embed_tokens.weight", "shared_head.head.weight", "inv_freq"))
 
     def finish(self) -> None:
-        """Call once after the weights are filled."""
+        """Finishes all decoder blocks; call once after the weights are filled."""
         for block in self.blocks:
             block.finish()
 
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
-        """One group; also sets the block size forward reads with."""
+        """The KV group of all layers; also sets the block size that forward reads with."""
         layers = dict.fromkeys(range(first_layer, first_layer + len(self.layers)), FULL)
         self.groups, specs = group_layers(
             layers,
@@ -147,9 +153,9 @@ class MTPHead(Weights):
         return states[step % count], states[step % count]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[B, D] -> [B, V]: the target's head, as the target applies it."""
+        """Logits [B, V] of hidden [B, D] by the target's head, as the target applies it."""
         return self.target.vocabulary.whole(self.target.compute_logits(hidden))
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """[B, D] -> [B] ids; equal scores go to the lowest id."""
+        """Best tokens [B] of hidden [B, D]; of equal scores the lowest id wins."""
         return self.target.vocabulary.greedy_tokens(self.target.compute_logits(hidden))

@@ -27,7 +27,7 @@ def load_mtp(
     opened = open_draft(checkpoint)
     where = str(opened.folder)
     if detect(opened) is None:
-        read_mtp_config(opened)  # says which key announces no layers
+        read_mtp_config(opened)  # raises, naming the key that announces no layers
     found = check_method(opened, "mtp")
     config = read_mtp_config(opened)
     check_num_drafts(num_drafts, config.num_layers, where)
@@ -74,7 +74,7 @@ def _check_target(config: MTPConfig, target: TargetModel, where: str) -> None:
 
 
 def _check_presence(opened: Checkpoint, head: MTPHead, where: str) -> None:
-    """One plain sentence where a release dropped the layers that its config still announces."""
+    """Raises CheckpointError if a release dropped the layers that its config still announces."""
     names = [name for name in opened.entries() if head.canonical_name(name)]
     if not names:
         expected = ", ".join(f"model.{prefix}*" for prefix in head.config.prefixes)

@@ -16,7 +16,7 @@ Activation = Literal["gelu_tanh", "silu"]
 
 
 def gated_activation(gate_up: Tensor, activation: Activation = "gelu_tanh") -> Tensor:
-    """gate_up [..., 2I], gate half first -> act(gate) * up, [..., I] in the same dtype."""
+    """Product act(gate) * up [..., I] of gate_up [..., 2I], gate half first, in the same dtype."""
     if runs_kernels(gate_up) and gate_up.dtype is not torch.float64:
         from hydraspec_kernels.activation.kernel import gated_activation_cuda  # Triton
 

@@ -14,13 +14,13 @@ BLOCK = 1024  # columns of a program: 16 bytes per thread of four warps
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x) of float32 x; where exp overflows, at x << 0, the result is the limit, -0."""
+    """SiLU x * sigmoid(x) of float32 x; at x << 0, where exp overflows, the result is -0."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def gelu_tanh(x):
-    """0.5 x (1 + tanh(u)) as x * sigmoid(2 u), which keeps its digits where tanh(u) is near -1."""
+    """GELU 0.5 x (1 + tanh(u)) as x * sigmoid(2 u), which keeps its digits for tanh(u) near -1."""
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x / (1.0 + tl.exp(-2.0 * u))
 

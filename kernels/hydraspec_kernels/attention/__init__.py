@@ -58,7 +58,7 @@ __all__ = [
 
 
 def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
-    """query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
+    """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
 
     A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim]. A piecewise capture
     leaves this call eager.
@@ -81,7 +81,7 @@ def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
-    """Norm and rotate the heads of a projection, and write keys and values into the cache.
+    """Norms and rotates the heads of a projection, and writes keys and values into the cache.
 
     Returns queries [T, Hq, H]. cache [rows, 2, Hkv, H] takes the key and value of token t at
     cache_rows[t]; -1 (a padding row) writes nothing. cache None: a layer that shares KV, whose
@@ -99,12 +99,12 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
 def attend_projection(
     projection: Projection, cache: Tensor, plan: AttentionPlan, shape: QkvShape, *, writes: bool
 ) -> Tensor:
-    """`write_qkv`, then `paged_attention`, in one kernel where it is faster -> [T, Hq * H].
+    """Runs `write_qkv`, then `paged_attention`, in one kernel if that is faster -> [T, Hq * H].
 
     cache is [rows, 2, Hkv, H]. writes false: a layer that shares KV, which only reads the cache.
-    A cache row is -1 or that of its row's position in the plan's block table. Where some request
-    has more than MOST_FUSED_ROWS rows, requests may read what others of the call write. A piecewise
-    capture leaves the attention eager.
+    Each of the projection's cache rows is -1, or is given by its row's position in the plan's block
+    table. If some request has more than MOST_FUSED_ROWS rows, requests may read keys and values
+    that others of the call write. A piecewise capture leaves the attention eager.
     """
     narrow = projection.qkv.element_size() < 8
     if isinstance(plan, DevicePlan) and narrow and fits_decode(plan):

@@ -12,7 +12,7 @@ _counters: dict[torch.device, Tensor] = {}
 
 
 def zero_counters(device: torch.device) -> Tensor:
-    """[COUNTERS] int32 zeros, the same tensor every time.
+    """Counters [COUNTERS] int32, all zero; the same tensor every time.
 
     The kernels of a device run one after another, and each leaves the counters zero. They must
     outlive any graph's memory, so the first call must not be captured.

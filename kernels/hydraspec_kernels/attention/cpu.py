@@ -44,7 +44,7 @@ def gather_kv(cache: Tensor, shape: GroupShape, tile: Tile) -> tuple[Tensor, Ten
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, shape: GroupShape, tile: Tile) -> Tensor:
-    """query [b * R, Hq, H] against gathered keys and values -> [b * R, Hq * Hv]."""
+    """Attention of query [b * R, Hq, H] over gathered keys and values -> [b * R, Hq * Hv]."""
     b, heads, dim = tile.num_requests, shape.num_kv_heads, shape.head_dim
     rows, group = tile.row_stop - tile.row_start, shape.num_heads // shape.num_kv_heads
     if rows == 1:
@@ -70,7 +70,7 @@ def hold_kv(plan: AttentionPlan, cache: Tensor) -> AttentionPlan:
 
 
 def paged_attention_cpu(query: Tensor, cache: Tensor, plan: TiledPlan) -> Tensor:
-    """query [T, Hq, H] -> [T, Hq * Hv]."""
+    """Attention of query [T, Hq, H] -> [T, Hq * Hv]; see `attention.paged_attention`."""
     shape = plan.shape
     if len(plan.tiles) == 1:
         tile = plan.tiles[0]
@@ -90,7 +90,7 @@ def paged_attention_cpu(query: Tensor, cache: Tensor, plan: TiledPlan) -> Tensor
 
 
 def with_gain(shape: QkvShape) -> QkvShape:
-    """The same heads for `write_qkv_cpu`: the norms' weights, a row for each normed head."""
+    """The heads with `gain` for `write_qkv_cpu`: norm weights with a row for each normed head."""
     if shape.q_weight is None:
         return shape
     rows = [shape.q_weight.expand(shape.num_heads, -1)]

@@ -33,7 +33,7 @@ from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next
 
 @triton.jit
 def _repeat(q, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """[QUERIES, BLOCK] -> [BLOCK_M, BLOCK], each row BLOCK_M / QUERIES times."""
+    """Repeats each row of q [QUERIES, BLOCK] BLOCK_M / QUERIES times -> [BLOCK_M, BLOCK]."""
     if BLOCK_M != QUERIES:
         q = tl.broadcast_to(q[:, None, :], (QUERIES, BLOCK_M // QUERIES, BLOCK))
         q = tl.reshape(q, (BLOCK_M, BLOCK))
@@ -51,7 +51,7 @@ def _query_heads(tile, kv_head, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, GR
 def _store_halves(
     to, at, a, b, exists, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Store both halves of heads to the rows `at` [BLOCK_M] of `to`."""
+    """Stores both halves of heads to the rows `at` [BLOCK_M] of `to`."""
     i = tl.arange(0, BLOCK_H)[None, :]
     mask = exists[:, None] & (i < HALF)
     to += at.to(tl.int64)[:, None] * (2 * HALF) + i
@@ -199,7 +199,7 @@ def _check(
 def attend_projection_kernel(
     projection: Projection, cache: Tensor, plan: DevicePlan, shape: QkvShape, *, writes: bool
 ) -> Tensor:
-    """See `attention.attend_projection`; the plan is one of `supports_decode`."""
+    """See `attention.attend_projection`; the plan must satisfy `supports_decode`."""
     _check(projection, cache, plan, shape, writes)
     qkv = projection.qkv
     group, num_rows, device = plan.shape, qkv.shape[0], qkv.device

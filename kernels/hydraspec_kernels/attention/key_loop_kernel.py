@@ -14,7 +14,7 @@ from hydraspec_kernels.attention.tiles_kernel import NO_KEY, load_rows
 
 @triton.jit
 def key_blocks(table, j, limit, BLOCK_SIZE: tl.constexpr):
-    """Blocks of keys j >= 0. Divided unsigned, which is cheaper: the compiler knows no sign."""
+    """Cache blocks of keys j >= 0. Unsigned division is cheaper: the compiler knows no sign."""
     return tl.load(table + (j.to(tl.uint32) // BLOCK_SIZE).to(tl.int32), mask=j < limit, other=0)
 
 
@@ -23,7 +23,7 @@ def _load_values(
     base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """[N, BLOCK] as from `load_rows`, or transposed."""
+    """Values [N, BLOCK] as from `load_rows`, or transposed."""
     if not TRANSPOSED:
         return load_rows(base, at, exists, FIRST, WIDTH, BLOCK)
     else:
@@ -36,7 +36,7 @@ def _load_values(
 
 @triton.jit
 def _dot(queries, keys, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + queries @ keys, or, where all three are transposed, acc + keys @ queries."""
+    """Sum acc + queries @ keys, or, where all three are transposed, acc + keys @ queries."""
     if TRANSPOSED:
         return tl.dot(keys, queries, acc, input_precision=PRECISION)
     else:

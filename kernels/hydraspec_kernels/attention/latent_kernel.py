@@ -49,7 +49,7 @@ BY_SUMS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 
 @gluon.jit
 def _copy_rows(to, base, rows, exists, FIRST: gl.constexpr):
-    """Start copying the columns from FIRST on of the rows that begin at `rows`, else zeros."""
+    """Starts copying columns from FIRST on of the rows that begin at `rows`, or zeros if absent."""
     d = FIRST + gl.arange(0, to.shape[1], gl.SliceLayout(0, COPIED))
     async_copy.async_copy_global_to_shared(to, base + rows[:, None] + d[None, :], exists[:, None])
 
@@ -59,7 +59,7 @@ def _copy_keys(
     left, right, rest, filled, free, cache, table, begin, limit,
     BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
-    """The copying group: tile after tile, as slots become free."""
+    """The program of the copying group: copies tile after tile, as slots become free."""
     slot = 0
     phase = 1
     for at in range(begin, limit, TILE_ROWS):
@@ -79,7 +79,7 @@ def _copy_keys(
 
 @gluon.jit
 def _score(q_left, q_right, q_rest, left, right, rest, filled, phase, SLOT: gl.constexpr):
-    """Wait for the slot, and start the three products of its scores."""
+    """Waits for the slot, and starts the three products of its scores."""
     mbarrier.wait(filled.index(SLOT), phase)
     fence_async_shared()
     s = gl.zeros([TILE_ROWS, TILE_ROWS], gl.float32, SCORES)
@@ -102,7 +102,7 @@ def _weigh(s, at, oldest, newest, top, total, scale):
 
 @gluon.jit
 def _sum(acc, p, fade, weights, fades, values, ready, taken, turn, SLOT: gl.constexpr):
-    """Share the weights with the other group, scale acc [64, Hv / 2], and start its product."""
+    """Shares the weights with the other group, scales acc [64, Hv / 2], and starts its product."""
     mbarrier.wait(taken, turn)
     weights.store(p.to(weights.dtype))
     fades.store(fade)
@@ -117,7 +117,7 @@ def _store(
     out, partial, acc, tile, split, splits, start, rows, num_rows, FIRST: gl.constexpr,
     GROUP: gl.constexpr, RANK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Store one half of a tile's sums, or results."""
+    """Stores one half of a tile's sums with SPLIT, else of its results."""
     f = tile * TILE_ROWS + gl.arange(0, TILE_ROWS, BY_SUMS)
     d = FIRST + gl.arange(0, RANK // 2, gl.SliceLayout(0, SUMS))
     at = (start + f // GROUP).to(gl.int64) * GROUP + f % GROUP
@@ -136,8 +136,9 @@ def _attend(
     filled, free, ready, taken, begin, limit, length, tile, split, splits, start, rows, num_rows,
     scale, GROUP: gl.constexpr, RANK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The group that computes weights. Of two tiles, the weights of the first are computed while
-    the tensor cores compute the scores of the second, those of the second while they sum the first.
+    """The program of the group that computes weights. It takes two tiles at a time: the weights of
+    the first are computed while the tensor cores compute the scores of the second, those of the
+    second while the tensor cores sum the first.
     """
     f = tile * TILE_ROWS + gl.arange(0, TILE_ROWS, BY_SCORES)
     newest = gl.minimum(length - rows + f // GROUP, limit - 1)
@@ -196,7 +197,7 @@ def _attend_right(
     tile, split, splits, start, rows, num_rows,
     GROUP: gl.constexpr, RANK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The group that only sums: the right half of the values."""
+    """The program of the group that only sums: the right half of the values."""
     acc = gl.zeros([TILE_ROWS, RANK // 2], gl.float32, SUMS)
     slot = 0
     turn = 0
@@ -331,7 +332,9 @@ def _latent_kernel(
 
 
 def latent_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """`paged_attention` for a plan of `fits_latent`."""
+    """Attention [T, Hq * latent_dim] for a plan that satisfies `fits_latent`; see
+    `attention.paged_attention`.
+    """
     shape, num_rows = plan.shape, query.shape[0]
     plan.check(query, cache)
     heads, rank = shape.num_heads, shape.latent_dim

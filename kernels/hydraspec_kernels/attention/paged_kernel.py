@@ -1,7 +1,7 @@
 """Paged attention in Triton, for decode, verify and prefill rows.
 
-Few rows per request: the grid names requests, and the visible keys are divided among S splits. Many
-rows: the grid is an upper bound, and a program looks its request up in query_start_loc.
+With few rows per request the grid names requests, and the visible keys are divided among S splits.
+With many rows the grid is an upper bound, and a program looks its request up in query_start_loc.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _attention_kernel(
 
 
 def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """query [T, Hq, H] over cache [rows, 2, Hkv, H] or [rows, 1, H] -> [T, Hq * Hv].
+    """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] or [rows, 1, H] -> [T, Hq * Hv].
 
     A row of the query is contiguous; T may exceed the plan's number of rows.
     """

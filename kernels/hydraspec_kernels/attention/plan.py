@@ -1,4 +1,4 @@
-"""Attention plans: what the layers of one KV group share in one forward pass.
+"""Attention plans: inputs that the layers of a KV group share in one forward pass.
 
 On the CPU a plan names the cache rows to gather and masks them. On CUDA it only holds the batch's
 tensors: the kernels find rows and visible keys themselves.
@@ -19,13 +19,13 @@ from torch import Tensor
 from hydraspec_kernels.norms.cpu import NormGain
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-# Scores of one tile at most; long prefills are cut into tiles of query rows to bound the memory.
+# Most scores of a tile; long prefills are cut into tiles of query rows to bound the memory.
 MAX_TILE_SCORES = 1 << 23
 
 
 @dataclass(slots=True, frozen=True)
 class RowSegment:
-    """Consecutive requests with equally many rows. Host numbers: shapes never depend on data."""
+    """Consecutive requests with equally many rows, in host numbers: no shape depends on data."""
 
     first_row: int
     first_request: int
@@ -53,20 +53,22 @@ class GroupShape:
 
     @property
     def page_row(self) -> tuple[int, ...]:
-        """Shape of what one token takes in the cache of one layer: keys, then values."""
+        """Shape of a token's keys, then values, in the cache of one layer: (2, Hkv, H), or (1, H)
+        with latent_dim.
+        """
         if self.latent_dim is not None:
             return 1, self.head_dim
         return 2, self.num_kv_heads, self.head_dim
 
     @property
     def head_rows(self) -> int:
-        """Rows one token takes of the cache seen as [rows, H]."""
+        """Number of rows that a token takes in the cache seen as [rows, H]."""
         return 1 if self.latent_dim is not None else 2 * self.num_kv_heads
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class QkvShape:
-    """A layer's heads. In the projection: query heads, then key heads, then value heads."""
+    """A layer's heads. A projection holds query heads, then key heads, then value heads."""
 
     num_heads: int
     num_kv_heads: int  # of the keys and values written; unused without a cache
@@ -76,8 +78,8 @@ class QkvShape:
     k_weight: Tensor | None = None  # [H], the norm of every key head; None: no norm
     value_norm: bool = False  # values are normed, without weight
     k_eq_v: bool = False  # no value heads: values are the key heads, neither weighted nor rotated
-    # Of all normed heads, [heads, H]: what `write_qkv_cpu` reads in place of the weights. None: the
-    # reference runs on the CPU, in the order of rounding that narrow types need.
+    # Norm weights of all normed heads, [heads, H], which `write_qkv_cpu` reads. None: the reference
+    # runs on the CPU, in the order of rounding that narrow types need.
     gain: NormGain | None = None
 
     @property
@@ -86,7 +88,7 @@ class QkvShape:
         return self.value_norm or self.q_weight is not None or self.k_weight is not None
 
     def projected_heads(self, *, writes: bool) -> int:
-        """Heads of the projection; without `writes` query heads only."""
+        """Number of heads of the projection; without `writes` it has query heads only."""
         kinds = 0 if not writes else 1 if self.k_eq_v else 2
         return self.num_heads + kinds * self.num_kv_heads
 
@@ -102,7 +104,7 @@ class Projection:
     has_padding: bool = True  # False: no cache row is -1, and `qkv` may be overwritten
 
     def check(self, shape: QkvShape, cache: Tensor | None, *, writes: bool) -> None:
-        """Shapes, strides and dtypes that the kernels rely on; cache [rows, 2, Hkv, H]."""
+        """Asserts shapes, strides and dtypes that the kernels need; cache [rows, 2, Hkv, H]."""
         rows, size = self.qkv.shape[0], shape.head_dim
         heads = shape.projected_heads(writes=writes)
         assert self.qkv.shape[1] == heads * size, f"{self.qkv.shape[1]} columns for {heads} heads"
@@ -165,11 +167,11 @@ class DevicePlan:
 
     @property
     def starts(self) -> Tensor:
-        """The query_start_loc that kernels get: with one row per request they do not read it."""
+        """The kernels' query_start_loc; a tensor that is not read if each request has one row."""
         return self.seq_lens if self.query_start_loc is None else self.query_start_loc
 
     def check(self, query: Tensor, cache: Tensor) -> None:
-        """Shapes, strides and dtypes that the kernels rely on, of query [T, Hq, H] and cache."""
+        """Asserts shapes, strides and dtypes of query [T, Hq, H] and cache that kernels need."""
         shape = self.shape
         assert query.dtype is cache.dtype
         assert query.shape[1:] == (shape.num_heads, shape.head_dim), query.shape
@@ -177,7 +179,7 @@ class DevicePlan:
         self.check_cache(cache, query.shape[0])
 
     def check_cache(self, cache: Tensor, num_rows: int) -> None:
-        """The part of `check` that is not about queries."""
+        """Asserts the shapes and strides of cache and block table that the kernels need."""
         assert cache.is_contiguous(), "tokens of the cache are contiguous"
         assert cache.shape[1:].numel() == self.shape.head_rows * self.shape.head_dim, cache.shape
         assert self.block_table.stride(1) == 1, "rows of the block table are contiguous"
@@ -216,7 +218,7 @@ def device_plan(
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
 ) -> DevicePlan:
-    """The kernels' plan; see `plan_attention`. Makes no tensor and launches nothing."""
+    """The kernels' plan; see `plan_attention`. No tensor is made and nothing is launched."""
     num_rows = num_requests = max_rows = 0
     for segment in segments:
         num_requests += segment.num_requests
@@ -300,12 +302,12 @@ def _plan_tile(
     return Tile(segment.first_row, b, all_rows, start, stop, num_keys, index, mask)
 
 
-# The following count rows of the cache seen as [rows * 2 * Hkv, H]: one gather then yields
-# contiguous heads.
+# The following functions count rows of the cache seen as [rows * 2 * Hkv, H]: one gather then
+# yields contiguous heads.
 
 
 def _leading_rows(shape: GroupShape, table: Tensor, num_keys: int) -> Tensor:
-    """First head row of positions 0..L, [b, L]. Positions past the table repeat its last entry."""
+    """First head row of positions 0..L, [b, L]. Positions past the table have row 0."""
     per_block = shape.block_size * shape.head_rows
     num_blocks = -(-num_keys // shape.block_size)
     inside = torch.arange(0, per_block, shape.head_rows, device=table.device)
@@ -335,7 +337,7 @@ def _head_rows(shape: GroupShape, base: Tensor) -> Tensor:
 
 
 def _mask(shape: GroupShape, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """hidden [b, R, L] -> the summand of the scores; dimensions of size 1 broadcast."""
+    """Summand of the scores from hidden [b, R, L]; dimensions of size 1 broadcast."""
     b, rows, keys = hidden.shape
     heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
     # Half the smallest number: adding a score cannot overflow to -inf, whose softmax would be NaN.

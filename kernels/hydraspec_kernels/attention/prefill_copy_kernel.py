@@ -19,7 +19,7 @@ CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memor
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """The ring slot after this one, and the phase of its barrier."""
+    """The ring slot after `slot`, and the phase of its barrier."""
     last = slot == SLOTS - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
@@ -63,7 +63,7 @@ def find_keys(
 def _clear_unwritten(
     ring, slot, at, low, high, PAGE: gl.constexpr, PAGES: gl.constexpr, CHUNKS: gl.constexpr
 ):
-    """Zero the values outside low..high: they were never written, and 0 * NaN is NaN."""
+    """Zeroes the values outside low..high: they may hold NaN, and 0 * NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     for p in range(PAGES):
         j = at + p * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, LAYOUT))
@@ -79,7 +79,7 @@ def _clear_unwritten(
 
 @gluon.jit
 def _announce(work, phase, kv_head, query, start, rows, length):
-    """Hand the next tile to the multiplying groups, once both have read the previous one."""
+    """Hands the next tile to the multiplying groups, once both have read the previous one."""
     tile, announced, received = work
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
     v = gl.where(i == 0, kv_head, gl.where(i == 1, query, gl.where(i == 2, start, length)))
@@ -99,7 +99,7 @@ def _pick(v, i: gl.constexpr):
 @gluon.jit
 def receive(work, phase):
     """KV head and first query of the next tile; the request's first row, number of rows, and
-    length. With no rows there is no further tile.
+    length. A number of rows of 0 means that there is no further tile.
     """
     tile, announced, received = work
     mbarrier.wait(announced, phase)
@@ -112,7 +112,7 @@ def receive(work, phase):
 def _find_pages(
     table, at, limit, BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr
 ):
-    """[PAGES], the same in every lane: first cache rows of the pages of keys from `at` on."""
+    """First cache rows [PAGES] of the pages of keys from `at` on, the same in every lane."""
     j = at + PAGE * gl.arange(0, PAGES, gl.BlockedLayout([PAGES], [32], [1], [0]))
     block = gl.load(table + j // BLOCK_SIZE, mask=j < limit, other=0).to(gl.int32)
     return block * BLOCK_SIZE + j % BLOCK_SIZE
@@ -125,7 +125,9 @@ def copy_tiles(
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp. It takes tiles dynamically, so that programs end at about the same time."""
+    """The program of the copying warp, which takes tiles dynamically, so that programs end at about
+    the same time.
+    """
     qs, q_filled, q_free = queries
     ring, filled, free = keys
     PARTS: gl.constexpr = DIM // WIDTH

@@ -63,7 +63,7 @@ def _row_layout(width, run):
 
 @gluon.jit
 def _release(free, slot, COUNT: gl.constexpr, SLOTS: gl.constexpr):
-    """Release the COUNT slots before `slot`."""
+    """Releases the COUNT slots before `slot`."""
     for i in gl.static_range(COUNT):
         at = slot - COUNT + i
         mbarrier.arrive(free.index(gl.where(at < 0, at + SLOTS, at)), count=1)
@@ -99,7 +99,7 @@ def _multiply(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The program of a multiplying group: WHICH of the two."""
+    """The program of a multiplying group; WHICH is the group's number, 0 or 1."""
     qs, q_filled, q_free = queries
     ring, filled, free = keys
     PARTS: gl.constexpr = DIM // WIDTH
@@ -255,7 +255,9 @@ def _prefill_kernel(
 
 
 def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """`paged_attention` for a plan of `fits_prefill`."""
+    """Attention [T, Hq * H] for a plan that satisfies `fits_prefill`; see
+    `attention.paged_attention`.
+    """
     plan.check(query, cache)
     shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
     group, cut = shape.num_heads // shape.num_kv_heads, prefill_tiling(shape)

@@ -1,7 +1,7 @@
 """Norm, rotation, and the store to queries or to the cache: a few heads of one row per program.
 
 A head is held as its two halves, which the rotation swaps, so that only the norm's sum crosses
-threads. The padding of a half is zero and adds nothing to it. `load_heads`, `rotate_heads` and
+threads. The padding of a half is zero and adds nothing to the sum. `load_heads`, `rotate_heads` and
 `write_new` do the same inside the fused decode kernel, with bitwise equal results.
 """
 
@@ -16,14 +16,14 @@ from hydraspec_kernels.attention.plan import Projection, QkvShape
 from hydraspec_kernels.rope.kernel import rotate_halves
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-TILE = 1024  # numbers of a program: two warps with 16 bytes per thread and half
+TILE = 1024  # numbers of a program: two warps whose threads have 16 bytes of each half
 
 
 @triton.jit
 def inverse_norm(a, b, eps, HALF: tl.constexpr):
-    """[N, 1]: one over the root of the mean square of heads with halves a and b [N, ...].
+    """Inverse root mean square [N, 1] of heads with halves a and b [N, ...].
 
-    Summed in float64, so that the order of the sum, which depends on the layout, does not show.
+    The sum is in float64, so that its order, which depends on the layout, does not show.
     """
     squares = tl.sum((a * a + b * b).to(tl.float64), axis=1, keep_dims=True).to(tl.float32)
     return tl.rsqrt(squares / (2 * HALF) + eps)
@@ -31,13 +31,13 @@ def inverse_norm(a, b, eps, HALF: tl.constexpr):
 
 @triton.jit
 def _column_indices(N: tl.constexpr, BLOCK: tl.constexpr):
-    """[N, BLOCK] of column indices. Not [1, BLOCK]: broadcasting it would move data."""
+    """Column indices [N, BLOCK]: broadcasting [1, BLOCK] would move data between threads."""
     return tl.zeros((N, BLOCK), tl.int32) + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def norm_weights(weight, HAS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr):
-    """[N, B] twice: the halves of a head norm's weight; ones without a weight."""
+    """Both halves [N, B] of a head norm's weight; ones without a weight."""
     first, second = tl.full((N, B), 1.0, tl.float32), tl.full((N, B), 1.0, tl.float32)
     if HAS:
         i = _column_indices(N, B)
@@ -50,8 +50,8 @@ def norm_weights(weight, HAS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr,
 def load_heads(
     qkv, cos, sin, at, row, exists, N: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Halves of the heads at `at` [N], cosines, and sines of the second half. Those of the first
-    half are their negatives.
+    """Halves of the heads at `at` [N], cosines, and sines of the second half. Sines of the first
+    half are the negatives.
     """
     i = _column_indices(N, BLOCK)
     mask = exists[:, None] & (i < HALF)
@@ -65,7 +65,7 @@ def load_heads(
 
 @triton.jit
 def rotate_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: tl.constexpr):
-    """Loaded heads -> rotated halves, and one over the norm; rounded as in `write_qkv`."""
+    """Rotated halves of loaded heads, and the inverse norm; rounded as in `write_qkv`."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     inverse = inverse_norm(a, b, eps, HALF)
@@ -85,7 +85,7 @@ def write_new(
     K_NORM: tl.constexpr, VALUE_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write a request's new keys and values of one KV head at positions begin..limit."""
+    """Writes a request's new keys and values of one KV head at positions begin..limit."""
     r = tl.arange(0, 2 * BLOCK_NEW)  # a row's key, then its value
     position = length - rows + r // 2
     is_value = r % 2

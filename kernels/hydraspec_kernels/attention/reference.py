@@ -53,8 +53,8 @@ def paged_attention_reference(
     window: int | None,
     scale: float = 1.0,
 ) -> Tensor:
-    """query [T, Hq, H], cache [rows, 2, Hkv, H], block_table [B, P], positions and request_of_row
-    [T] -> [T, Hq, H]. Row by row; reads values on the host.
+    """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] by block_table [B, P], positions
+    and request_of_row [T] -> [T, Hq, H], row by row. The host reads values of the device.
     """
     out = torch.empty_like(query)
     rows = zip(positions.tolist(), request_of_row.tolist(), strict=True)
@@ -77,7 +77,7 @@ def _requests(plan: DevicePlan, num_rows: int) -> Iterator[tuple[slice, Tensor]]
 
 
 def prefill_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """query [T, Hq, H] over cache [rows, 2, Hkv, H] -> [T, Hq * H], request by request.
+    """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] -> [T, Hq * H], by request.
 
     Rows of padding requests, and rows after the last request's, are zeros.
     """
@@ -90,11 +90,11 @@ def prefill_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
 
 
 def latent_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """query [T, Hq, H] over a latent cache [rows, 1, H] -> [T, Hq * Hv], request by request.
+    """Attention of query [T, Hq, H] over a latent cache [rows, 1, H] -> [T, Hq * Hv], by request.
 
-    Multi-head latent attention with absorbed projections (DeepSeek-V2, section 2.1): all heads
+    In multi-head latent attention with absorbed projections (DeepSeek-V2, section 2.1) all heads
     share one key per token, whose first Hv = latent_dim numbers are also the value; the rest
-    carries the rotary position. Zeros as in `prefill_attention_reference`.
+    carries the rotary position. Padding rows are zeros, as in `prefill_attention_reference`.
     """
     shape = plan.shape
     assert shape.latent_dim is not None
@@ -108,10 +108,10 @@ def latent_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -
 
 
 def planned_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
-    """query [T, Hq, H] over cache [rows, 2, Hkv, H] or [rows, 1, H] -> [T, Hq * Hv].
+    """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] or [rows, 1, H] -> [T, Hq * Hv].
 
-    The same without reading the device: every request is padded to max_rows rows and to all the
-    keys its block table could name. Slow and large.
+    The host reads no value of the device: every request is padded to max_rows rows and to all keys
+    that its block table could name, which is slow and takes much memory.
     """
     shape, rows = plan.shape, plan.max_rows
     group, device = shape.num_heads // shape.num_kv_heads, query.device

@@ -65,7 +65,7 @@ def _combine_kernel(
 def combine_splits(
     out: Tensor, partial: Tensor, plan: DevicePlan, *, splits: int, block_s: int, block_d: int
 ) -> None:
-    """out [T, Hq * Hv] from what the paged or latent kernel left in `partial`.
+    """Computes out [T, Hq * Hv] from sums that the paged or latent kernel left in `partial`.
 
     A program adds up block_s splits of block_d columns: as many loads as registers hold.
     """
@@ -93,10 +93,10 @@ def split_keys(
     length, rows, tile, split_shift, least_share,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First key of a tile, the end of its keys, and the keys of a split.
+    """First key of a tile, the end of its keys, and the number of keys of a split.
 
-    Up to 16 splits have least_share keys or more; a tile has more only if each then has four times
-    as many.
+    Up to 16 splits have least_share keys or more; a tile has more splits only if each of them has
+    four times as many keys.
     """
     begin, limit = find_keys(length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N)
     all_keys = tl.maximum(limit - begin, 0)
@@ -107,8 +107,8 @@ def split_keys(
 
 @triton.jit
 def arrive(counter, share, all_keys):
-    """The number of splits of a tile in the split that ends last, and 0 in the others. The last one
-    resets the counter, and can read what all of them stored.
+    """The number of splits of a tile for the split that ends last, and 0 for the others. The last
+    split resets the counter, and can read what all splits stored.
     """
     tl.debug_barrier()  # all threads have stored
     used = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
@@ -124,8 +124,8 @@ def _add_some(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK groups of four results of a tile, from the `at`-th on: loads of SPLITS splits are all
-    in flight at once.
+    """Computes CHUNK groups of four results of a tile, from the `at`-th on: loads of SPLITS splits
+    are all in flight at once.
     """
     four = tl.arange(0, 4)
     flat = at + tl.arange(0, CHUNK)
@@ -162,7 +162,7 @@ def add_up(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The results of a tile from those of its first `used` splits."""
+    """Computes the results of a tile from those of its first `used` splits."""
     queries = tl.minimum(rows * GROUP - tile * QUERIES, QUERIES)
     for at in range(0, queries * (BLOCK_V // 4), ADDED):
         _add_some(
@@ -225,7 +225,7 @@ def add_splits(
     queries: int,
     block_n: int,
 ) -> None:
-    """Results of all tiles with more than one split, from what the decode kernel left."""
+    """Computes results of all tiles with several splits from `partial` of the decode kernel."""
     group, num_rows = plan.shape, out.shape[0]
     width = max(32, triton.next_power_of_2(group.head_dim))
     programs = triton.cdiv(queries * width // 4, ADDED_APART.value)

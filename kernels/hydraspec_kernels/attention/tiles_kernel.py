@@ -1,4 +1,4 @@
-"""Which rows and keys a program attends, and how it loads them; parts of the Triton kernels.
+"""Rows and keys that a program attends, and how it loads them; parts of the Triton kernels.
 
 A program attends BLOCK_M queries of one KV head of one request. Queries are counted row by row, and
 head by head within the group (query f: row f // G, head f % G), so that the heads of a group share
@@ -18,7 +18,7 @@ NO_KEY = tl.constexpr(-1.0e38)
 
 @triton.jit
 def load_rows(base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[N, BLOCK]: columns FIRST.. of the rows that begin at `at`, zeros beyond WIDTH columns."""
+    """Columns [N, BLOCK] from FIRST on of rows that begin at `at`; zeros after WIDTH columns."""
     d = tl.arange(0, BLOCK)
     mask = exists[:, None]
     if BLOCK != WIDTH:
@@ -85,9 +85,9 @@ def prefetch_keys(
     BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Bring the first COUNT keys and values into the L2.
+    """Brings the first COUNT keys and values into the L2.
 
-    This runs before the inputs are complete: no value of theirs leads to an invalid address.
+    This runs before the inputs are complete, so that any value of an input gives valid addresses.
     """
     LINE: tl.constexpr = 128 // (keys.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
@@ -109,7 +109,7 @@ def clear_queries(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the queries of one KV head in rows first_row..stop_row."""
+    """Stores zeros for the queries of one KV head in rows first_row..stop_row."""
     d = tl.arange(0, BLOCK_V)
     for at in range(0, (stop_row - first_row) * GROUP, BLOCK_M):
         f = at + tl.arange(0, BLOCK_M)

@@ -1,7 +1,7 @@
-"""Which kernel attends a plan, and how its work is divided. Imports no Triton.
+"""Choice of the kernel for an attention plan, and division of its work, without importing Triton.
 
-Everything here is a function of what the host knows, so never of sequence lengths: a CUDA graph
-has one tiling, and sums have one order.
+Every result depends on host numbers only, never on sequence lengths: a CUDA graph has one tiling,
+and sums have one order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_LONG_SPLITS = 64  # of the fused kernel, where sequences are long: see `most
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
-# Of a request. A pass with more writes all its keys before it reads any, so that requests may read
-# each other's; the engine's scheduler relies on it.
+# Rows of a request. A pass with more writes all its keys before it reads any, so that requests may
+# read each other's keys; the engine's scheduler relies on this.
 MOST_FUSED_ROWS = MOST_SPLIT_ROWS
-# Numbers in a tile of queries at most: its norm and rotation are held in registers at once.
+# Most numbers in a tile of queries: its norm and rotation are held in registers at once.
 MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
 # Results of a tile, and splits, that one program adds up; more are worth a second kernel.
@@ -33,7 +33,7 @@ MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
 # Programs that share a multiprocessor → the part of the memory bandwidth they reach.
 REACHED = {1: 0.8, 3: 0.93, 4: 0.93}
 SMALL_QUERIES, SMALL_WIDTH = 16, 256  # up to these sizes three programs can share one
-TRANSPOSED_QUERIES = 8  # up to this many queries, as columns, four can
+TRANSPOSED_QUERIES = 8  # up to this many queries, as columns, four programs can share one
 
 # Prefill and latent attention, on Hopper's tensor cores.
 WGMMA_ROWS = 64  # queries of a group of four warps
@@ -52,7 +52,7 @@ def _is_power_of_2(n: int) -> bool:
 
 
 def _splits(programs: int, most: int) -> int:
-    """Splits of each program's keys that fill the device: a power of two, up to `most`."""
+    """Number of splits of a program's keys that fill the device: a power of two, up to `most`."""
     wanted = max(1, min(FULL_DEVICE // programs, most))
     return 1 << (wanted.bit_length() - 1)
 
@@ -72,8 +72,8 @@ class Tiling:
 
 
 def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype) -> Tiling:
-    """The largest sizes that leave registers for the sums [block_m, width] in float32, and shared
-    memory for two tiles of keys and values in flight.
+    """The paged kernel's tiling: the largest sizes that leave registers for the sums
+    [block_m, width] in float32, and shared memory for two tiles of keys and values in flight.
     """
     width = next_power_of_2(shape.latent_dim or shape.head_dim)
     queries = queries_of(shape, max_rows)
@@ -93,7 +93,7 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
-    """Queries of a request and KV head."""
+    """Number of queries of a request and KV head."""
     return max_rows * shape.num_heads // shape.num_kv_heads
 
 
@@ -132,13 +132,13 @@ def supports_decode(shape: GroupShape, max_rows: int) -> bool:
 
 
 def block_queries(shape: GroupShape, max_rows: int) -> int:
-    """Queries of a program whose queries are rows."""
+    """Number of queries of a program in which queries are rows, not columns."""
     return max(16, min(64, next_power_of_2(queries_of(shape, max_rows))))
 
 
 def program_queries(shape: GroupShape, max_rows: int, block_m: int) -> int:
-    """Queries that are normed and rotated: where there are fewer than block_m, they are repeated
-    afterwards. With wide heads the repetition would take too many registers.
+    """Number of queries that are normed and rotated: fewer than block_m are repeated afterwards.
+    With wide heads the repetition would take too many registers.
     """
     if shape.head_dim > 256:
         return block_m
@@ -146,14 +146,14 @@ def program_queries(shape: GroupShape, max_rows: int, block_m: int) -> int:
 
 
 def least_share(shape: GroupShape, cut: Tiling) -> int:
-    """Keys of a split at least: with fewer, adding up takes longer than it saves."""
+    """Least number of keys of a split: with fewer, adding up takes longer than splitting saves."""
     return max(cut.block_n, LEAST_SHARE // next_power_of_2(shape.head_dim))
 
 
 def most_splits(shape: GroupShape, cut: Tiling, max_rows: int, max_keys: int) -> int:
-    """Splits of the fused kernel at most, for sequences of up to max_keys keys.
+    """Largest number of splits of the fused kernel, for sequences of up to max_keys keys.
 
-    More than MAX_SPLITS only where each then has four times the least share (see `split_keys`).
+    It is above MAX_SPLITS only if each split then has four times the least share (`split_keys`).
     """
     if shape.window is not None:
         max_keys = min(max_keys, shape.window + max_rows - 1)
@@ -161,7 +161,7 @@ def most_splits(shape: GroupShape, cut: Tiling, max_rows: int, max_keys: int) ->
 
 
 def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
-    """Programs without splits."""
+    """Number of programs of the fused kernel without splits."""
     tiles = -(-queries_of(shape, max_rows) // block_queries(shape, max_rows))
     return num_requests * shape.num_kv_heads * tiles
 
@@ -228,14 +228,16 @@ class PrefillTiling:
 
 
 def prefill_tiling(shape: GroupShape) -> PrefillTiling:
-    """With wide heads half as many queries: threads hold the sums."""
+    """The prefill kernel's tiling. A program has half as many queries with wide heads, since
+    threads hold the sums.
+    """
     m = WGMMA_ROWS if shape.head_dim > 256 else 2 * WGMMA_ROWS
     n = 128 if shape.head_dim <= 128 else 64
     return PrefillTiling(m, n, min(shape.head_dim, 256), min(shape.block_size, n))
 
 
 def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
-    """Returns whether the prefill kernel supports a plan with more rows than splits pay for."""
+    """Returns whether the prefill kernel supports a plan, which must have many rows per request."""
     shape = plan.shape
     group = shape.num_heads // shape.num_kv_heads
     return (
@@ -269,5 +271,5 @@ def fits_latent(query: Tensor, plan: DevicePlan) -> bool:
 
 
 def latent_splits(heads: int, max_rows: int, num_requests: int) -> int:
-    """Programs that share the keys of a tile."""
+    """Number of programs of the latent kernel that share the keys of a tile."""
     return _splits(num_requests * -(-max_rows * heads // WGMMA_ROWS), MAX_LATENT_SPLITS)

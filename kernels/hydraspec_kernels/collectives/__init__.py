@@ -1,5 +1,5 @@
 """Sums and gathers over the ranks of one host, by messages that kernels store in each other's
-memory. For a few rows; sums may include the residual sum and the norms after it.
+memory. They are for a few rows; sums may include the residual sum and the norms after it.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def add_norm_over_ranks(
     x: Tensor,
     **options: Unpack[AddNormOptions],
 ) -> AddNorm:
-    """`hydraspec_kernels.norms.add_norm` of the sum of every rank's x, in one kernel.
+    """Runs `hydraspec_kernels.norms.add_norm` on the sum of every rank's x, in one kernel.
 
-    Each rank's x, itself summed over parts, is rounded to h's dtype; the sum over ranks is of
-    float32 in the order of ranks, so h and y have the same bits on every rank. `fits_add_norm`.
+    Each rank's x, itself summed over parts, is rounded to h's dtype; the sum over ranks is in
+    float32 in the order of ranks, so h and y have the same bits on every rank. h must satisfy
+    `fits_add_norm`.
     """
     from hydraspec_kernels.collectives.kernel import add_norm_cuda  # Triton
 
@@ -70,8 +71,8 @@ def add_norm_over_ranks(
 
 
 def all_reduce(boxes: Mailboxes, x: Tensor) -> Tensor:
-    """The sum of every rank's x, of float32 in the order of ranks, rounded once; a new tensor.
-    `fits_all_reduce`.
+    """The sum of every rank's x, in float32 in the order of ranks, rounded once; a new tensor.
+    x must satisfy `fits_all_reduce`.
     """
     from hydraspec_kernels.collectives.kernel import all_reduce_cuda  # Triton
 
@@ -79,7 +80,7 @@ def all_reduce(boxes: Mailboxes, x: Tensor) -> Tensor:
 
 
 def all_gather(boxes: Mailboxes, x: Tensor) -> Tensor:
-    """[size, *x.shape]: every rank's x, bit by bit. `fits_all_gather`."""
+    """Every rank's x, bit by bit: [size, *x.shape]. x must satisfy `fits_all_gather`."""
     from hydraspec_kernels.collectives.kernel import all_gather_cuda  # Triton
 
     return all_gather_cuda(boxes, x)

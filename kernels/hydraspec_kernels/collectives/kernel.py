@@ -1,8 +1,8 @@
 """Sums and gathers over ranks: a program sends its part to every rank, receives everyone's, and
 computes the same from them as the programs of the other ranks.
 
-Gluon, because 16 bytes of a message are one access of one thread, which takes a layout that is
-known. It has no interpreter: only tests on devices run this.
+The kernels are in Gluon, because 16 bytes of a message are one access of one thread, which takes a
+known layout. Gluon has no interpreter: only tests on devices run this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARP = 32
 def _exchange(
     peers, counts, control, words, inside, at, rank, box, SIZE: gl.constexpr, PACK: gl.constexpr
 ):
-    """Send a tile of words that begins at byte `at` of a box; every rank's, as a tuple."""
+    """Sends a tile of words that begins at byte `at` of a box; returns every rank's tile."""
     count = gl.load(counts + box)
     parity = (count & 1).to(gl.int64)
     sent = ((parity * SIZE + rank) * STRIDE) + box * BOX + at
@@ -61,7 +61,7 @@ def _sum_over_ranks(
 
 @gluon.jit
 def _inverse_rms(x, width, eps):
-    """1 / sqrt(mean(x^2) + eps) of a row x [WIDTH] float32, which is zero beyond `width`."""
+    """Factor 1 / sqrt(mean(x^2) + eps) of a row x [WIDTH] float32, which is zero after `width`."""
     return gl.rsqrt(gl.sum(x * x, 0) / width + eps)
 
 
@@ -98,7 +98,7 @@ def _add_norm_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`add_norm_kernel` of the norms, with the sum over ranks between parts and norm."""
+    """The norms' `add_norm_kernel`, with the sum over ranks between sum of parts and norm."""
     start_next(PDL)
     layout: gl.constexpr = gl.BlockedLayout([PACK], [32], [WARPS], [0])
     dtype: gl.constexpr = h_ptr.dtype.element_ty
@@ -155,7 +155,7 @@ def _all_reduce_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """CHUNK sums a program."""
+    """Sums over ranks, CHUNK of them a program."""
     start_next(PDL)
     layout: gl.constexpr = gl.BlockedLayout([PACK], [32], [WARPS], [0])
     box = gl.program_id(0)
@@ -186,7 +186,9 @@ def _all_gather_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """CHUNK numbers a program. 16 bits travel in 32: no word of any data is all ones."""
+    """Gathers x of all ranks, CHUNK numbers a program. 16 bits travel in 32, so that no word is all
+    ones, whatever the data.
+    """
     start_next(PDL)
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     box = gl.program_id(0)
@@ -308,13 +310,13 @@ def all_gather_cuda(boxes: Mailboxes, x: Tensor) -> Tensor:
 
 
 def chunk_of(n: int) -> int:
-    """Numbers of a program, so that MAX_BOXES programs suffice for n."""
+    """Count of numbers that a program takes, so that MAX_BOXES programs suffice for n."""
     return max(LEAST_CHUNK, triton.next_power_of_2(triton.cdiv(n, MAX_BOXES)))
 
 
 def tile_of(width: int, size: int) -> tuple[int, int, int]:
-    """(numbers in 16 bytes, padded width, warps) of a tile of numbers of `size` bytes. Every thread
-    has different ones: two that received the same message would wait for each other.
+    """Numbers in 16 bytes, padded width, and warps of a tile of numbers of `size` bytes. Threads
+    have different numbers: two that received the same message would wait for each other.
     """
     pack = 16 // size
     padded = max(triton.next_power_of_2(width), WARP * pack)

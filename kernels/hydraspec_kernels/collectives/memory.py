@@ -13,7 +13,7 @@ from hydraspec_kernels.collectives.records import MAX_BOXES, Fault, Mailboxes, n
 
 
 def open_mailboxes(group: dist.ProcessGroup, device: torch.device, wait_s: float) -> Mailboxes:
-    """Empty boxes of every rank of a group of NCCL. Every rank calls this at the same time."""
+    """Opens empty boxes for every rank of an NCCL group. Every rank calls this at the same time."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     boxes, addresses = shared_memory(group, device, num_bytes(size))
     boxes.fill_(0xFF)
@@ -34,7 +34,7 @@ def open_mailboxes(group: dist.ProcessGroup, device: torch.device, wait_s: float
 
 
 def found_fault(boxes: Mailboxes) -> Fault | None:
-    """The first message that was given up, if any was; results since then are wrong."""
+    """The first message that was given up, after which results are wrong; None if none was."""
     word = int(boxes.fault.item())
     return Fault.of(word) if word else None
 
@@ -42,13 +42,13 @@ def found_fault(boxes: Mailboxes) -> Fault | None:
 def shared_memory(
     group: dist.ProcessGroup, device: torch.device, size: int
 ) -> tuple[Tensor, list[int]]:
-    """`size` bytes of this rank, and at which addresses this device finds those of each rank.
-    Every rank calls this at the same time.
+    """Shared memory of `size` bytes on this rank, and the addresses of every rank's memory as this
+    device sees them. Every rank calls this at the same time.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
-    bases: list[int] = handle.buffer_ptrs  # of allocations, in which a pool may place the memory
+    bases: list[int] = handle.buffer_ptrs  # of allocations; a pool may place the memory inside one
     offset = torch.tensor([memory.data_ptr() - bases[dist.get_rank(group)]], device=device)
     offsets = torch.empty(len(bases), dtype=offset.dtype, device=device)
     dist.all_gather_into_tensor(offsets, offset, group=group)

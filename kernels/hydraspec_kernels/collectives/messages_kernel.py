@@ -1,8 +1,8 @@
 """Messages between ranks, 16 bytes of them at a time, in memory that peers store to.
 
 A box holds all ones where no message is. The sender stores words that are never all ones; the
-receiver loads until no word is, and sets them to all ones again. Words carry themselves, so nothing
-has to be ordered: no fence, no flag, one trip over the link.
+receiver loads until no word is, and sets them to all ones again. A word announces itself, so no
+order is needed: a message takes no fence, no flag, and one trip over the link.
 
 The memory operations, and why they suffice:
 - `st.relaxed.sys` and `ld.relaxed.sys`: each 32-bit word is one access that is neither torn nor
@@ -34,8 +34,8 @@ def _largest(words: list[str]) -> str:
 
 @gluon.constexpr_function
 def send_ptx() -> str:
-    """$0-$3: zeros. $4-$7: the words to send. $8: where to, 0: nowhere. Words of all ones, which
-    are NaNs, are sent as other NaNs.
+    """PTX that sends four words. $0-$3 become zeros, $4-$7 are the words, $8 is the address to
+    store them to, or 0 for none. Words of all ones, which are NaNs, are sent as other NaNs.
     """
     words = "".join(
         f"setp.eq.s32 p, ${4 + i}, -1; selp.b32 w{i}, 0x7fffffff, ${4 + i}, p; " for i in range(4)
@@ -50,8 +50,8 @@ def send_ptx() -> str:
 
 @gluon.constexpr_function
 def receive_ptx(size: int, pack: int, stride: int) -> str:
-    """$0-: four words of each rank. Then: address of rank 0's, 0: nowhere; of `control`; the code
-    of a fault.
+    """PTX that receives words. $0 and later become four words of each rank; after them come the
+    address of rank 0's words, or 0 for none, the address of `control`, and the code of a fault.
     """
     at, control, code = (f"${4 * size + i * pack}" for i in range(3))
     names = [[f"w{4 * rank + i}" for i in range(4)] for rank in range(size)]
@@ -113,8 +113,8 @@ def _repeated(dtype, count):
 
 @gluon.jit
 def send(peers, words, inside, at, SIZE: gl.constexpr, PACK: gl.constexpr):
-    """Store a tile of words at byte `at` of every rank's boxes. PACK words are 16 bytes; `inside`
-    counts for the first of them.
+    """Stores a tile of words at byte `at` of every rank's boxes. PACK words are 16 bytes; of their
+    `inside`, only the first is read.
     """
     for i in gl.static_range(SIZE):
         gl.inline_asm_elementwise(
@@ -132,7 +132,7 @@ def receive(
     own, control, code, inside, at, WORD: gl.constexpr, SIZE: gl.constexpr, PACK: gl.constexpr,
     STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """A tuple of every rank's words, from byte `at` of this rank's boxes `own`, STRIDE apart."""
+    """Every rank's words, as a tuple, from byte `at` of this rank's boxes `own`, STRIDE apart."""
     return gl.inline_asm_elementwise(
         receive_ptx(SIZE, PACK, STRIDE),
         _operands(4 * SIZE, 0, 3 * PACK),

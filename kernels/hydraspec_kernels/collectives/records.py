@@ -22,7 +22,7 @@ class Fault:
 
     @classmethod
     def of(cls, word: int) -> Fault:
-        """From what a kernel wrote: bit 0 is set; then peer, box and count from bits 8, 16, 32."""
+        """The fault of a kernel's word: bit 0 is set; peer, box, count start at bits 8, 16, 32."""
         return cls(word >> 8 & 0xFF, word >> 16 & 0xFFFF, word >> 32 & 0xFFFFFFFF)
 
 

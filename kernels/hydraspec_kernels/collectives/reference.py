@@ -11,7 +11,7 @@ from hydraspec_kernels.norms.reference import AddNorm, add_norm_reference
 
 
 def all_reduce_reference(ranks: Sequence[Tensor]) -> Tensor:
-    """The sum of float32 or wider in the order of ranks, rounded once to their dtype."""
+    """The sum, in float32 or wider, in the order of ranks, rounded once to the ranks' dtype."""
     wide = torch.promote_types(ranks[0].dtype, torch.float32)
     total = ranks[0].to(wide)
     for x in ranks[1:]:

@@ -23,8 +23,8 @@ __all__ = [
 def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> Tensor:
     """Rows token_ids [...] of table [V, D] times scale -> [..., D], rounded once.
 
-    Every id must be in the table. On CUDA, where a padding row may hold any id, one outside reads
-    row 0; elsewhere it raises IndexError.
+    Every id must be in the table. On CUDA, where a padding row may hold any id, an id outside the
+    table reads row 0; elsewhere it raises IndexError.
     """
     if runs_kernels(table) and table.dtype is not torch.float64:
         from hydraspec_kernels.embedding.kernel import embed_cuda  # Triton, where there is a GPU
@@ -36,8 +36,9 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> Tenso
 def embed_part(
     token_ids: Tensor, table: Tensor, first: int, num_tokens: int, scale: float | None = None
 ) -> Tensor:
-    """`embed` of the num_tokens tokens from `first` on, whose rows are the first of table [.., D];
-    zeros for other tokens. Parts of a vocabulary add up to `embed` of its whole table.
+    """Embeddings [..., D] of the num_tokens tokens from `first` on, whose rows are the first ones
+    of table [.., D]; zeros for other tokens. Parts of a vocabulary add up to `embed` of the whole
+    table.
     """
     if runs_kernels(table) and table.dtype is not torch.float64:
         from hydraspec_kernels.embedding.kernel import embed_part_cuda  # Triton, as above
@@ -53,8 +54,8 @@ def embed_beside(
     hidden: Tensor,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """`embed` of token_ids [B], concatenated with hidden [B, H], or with hidden [T, H] at rows [B]
-    -> [B, D + H].
+    """Embeddings of token_ids [B], concatenated with hidden [B, H], or with hidden [T, H] at rows
+    [B] -> [B, D + H].
     """
     if runs_kernels(table) and table.dtype is not torch.float64:
         from hydraspec_kernels.embedding.kernel import embed_beside_cuda  # Triton, as above
@@ -73,7 +74,8 @@ def ple_inputs(
     projection_scale: float,
     eps: float,
 ) -> Tensor:
-    """(table[id] * table_scale + norm(projected * projection_scale)) / sqrt(2), [T, L, W].
+    """Per-layer inputs (table[id] * table_scale + norm(projected * projection_scale)) / sqrt(2)
+    [T, L, W].
 
     token_ids [T] (ids outside the table read row 0), table [V, L * W], projected [T, L * W],
     norm_weight [W]: the norm runs over each layer's W numbers.
@@ -87,7 +89,7 @@ def ple_inputs(
 
 
 def centroid_head(d: Tensor, table: Tensor, centroids: Tensor, clusters: Tensor, k: int) -> Tensor:
-    """d [B, H], table [V, H], centroids [H, C], clusters [C, c] -> logits [B, V].
+    """Logits [B, V] of d [B, H] by table [V, H], centroids [H, C] and clusters [C, c].
 
     Tokens outside the k best clusters get the dtype's finite minimum, which is probability 0 and
     never gives NaN.

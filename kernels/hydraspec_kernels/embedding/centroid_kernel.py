@@ -83,7 +83,7 @@ def _best_of_cluster(
 
 @triton.jit
 def _ordered(scores):
-    """float32 -> uint32 in the same order. NaN counts as the largest, as in an argmax."""
+    """Scores as uint32 in the order of float32. NaN counts as the largest, as in an argmax."""
     scores = tl.where(scores != scores, float("inf"), scores)
     return key_of(scores, 0).to(tl.uint32, bitcast=True) ^ 0x80000000
 

@@ -15,7 +15,7 @@ from hydraspec_kernels.norms.reference import rms_norm_reference
 
 
 def embed_reference(token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
-    """table [V, D] at token_ids [...], times scale -> [..., D]."""
+    """Rows token_ids [...] of table [V, D] times scale -> [..., D]."""
     x = F.embedding(token_ids, table)
     return x if scale is None else x.mul_(scale)
 
@@ -33,7 +33,7 @@ def embed_part_reference(
 def embed_beside_reference(
     token_ids: Tensor, table: Tensor, scale: float | None, hidden: Tensor, rows: Tensor | None
 ) -> Tensor:
-    """[embedding of token_ids [B]; hidden [B, H], or hidden [T, H] at rows [B]] -> [B, D + H]."""
+    """See `embedding.embed_beside`."""
     beside = hidden if rows is None else hidden.index_select(0, rows)
     return torch.cat((embed_reference(token_ids, table, scale), beside), -1)
 
@@ -57,8 +57,8 @@ def ple_inputs_reference(
 
 
 def candidates_reference(d: Tensor, centroids: Tensor, clusters: Tensor, k: int) -> Tensor:
-    """d [B, H], centroids [H, C], clusters [C, c] token ids -> ids of the k best clusters, [B, k
-    * c].
+    """Token ids [B, k * c] of the k best clusters for d [B, H], by centroids [H, C] and clusters
+    [C, c] of token ids.
     """
     best = torch.topk(torch.mm(d, centroids), k, dim=-1).indices
     return clusters[best].flatten(1)

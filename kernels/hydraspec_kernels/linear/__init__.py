@@ -1,4 +1,4 @@
-"""Linears of few rows: x [T, K] times weight [K, N], with what follows it in the same kernel.
+"""Linear maps of few rows: x [T, K] times weight [K, N], and the next operators in the same kernel.
 
 On CUDA a weight is the [K, N] view of [N, K] storage, as checkpoints hold it. Other strides, more
 than 128 rows, and shapes at which the library is faster (see plan.py) run `torch.mm`.
@@ -25,7 +25,9 @@ __all__ = ["Activation", "gated_linear", "linear", "linear_partials", "scaled_ge
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, softcap: float | None = None
 ) -> Tensor:
-    """x [T, K] @ weight [K, N] + bias [N] -> [T, N] in x's dtype; softcap: cap * tanh(y / cap)."""
+    """Linear map y = x [T, K] @ weight [K, N] + bias [N] -> [T, N] in x's dtype; with softcap
+    softcap * tanh(y / softcap).
+    """
     if runs_kernels(x):
         end = "" if softcap is None else "softcap"
         if tiling := tiling_for(x, weight, end):
@@ -37,10 +39,10 @@ def linear(
 
 
 def linear_partials(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] @ weight [K, N] -> [S, T, N]: partial sums for the consumer to add up.
+    """Partial sums [S, T, N] of x [T, K] @ weight [K, N], for the consumer to add up.
 
-    S is fixed by shape and strides. From the kernel they are float32; from the library S = 1 in x's
-    dtype, and on the CPU the sum itself, [T, N].
+    S is fixed by shape and strides. The kernel's sums are float32; the library's is a single one in
+    x's dtype, and the CPU's result is the whole sum [T, N].
     """
     if not runs_kernels(x):
         return torch.mm(x, weight)
@@ -55,7 +57,9 @@ def linear_partials(x: Tensor, weight: Tensor) -> Tensor:
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
 ) -> Tensor:
-    """act(x @ gate) * (x @ up) -> [T, I], for weight [K, 2I] and bias [2I], gate half first."""
+    """Product act(x @ gate) * (x @ up) -> [T, I] for x [T, K], weight [K, 2I] and bias [2I], gate
+    half first.
+    """
     if runs_kernels(x) and (tiling := tiling_for(x, weight, activation)):
         from hydraspec_kernels.linear.kernel import launch  # Triton
 
@@ -65,7 +69,7 @@ def gated_linear(
 
 
 def scaled_gelu_linear(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    """gelu_tanh(x [T, K] @ weight [K, N]) * factor [T, N] -> [T, N]: the gate of a per-layer input.
+    """Gated per-layer input gelu_tanh(x [T, K] @ weight [K, N]) * factor [T, N] -> [T, N].
 
     factor may be a view with any row stride, such as [:, layer] of [T, L, N].
     """

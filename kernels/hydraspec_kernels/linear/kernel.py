@@ -1,10 +1,10 @@
 """Few rows times a matrix at memory speed: every weight is read once, as early as possible.
 
 `_tile_kernel` multiplies on the tensor cores with the weights as the left operand, [BR, K] @
-[K, BM]; `_row_kernel` on the CUDA cores, for one row and small weights, which are in registers
-before the input is complete. A program owns BR rows of the weight's [N, K] storage (program_id 0),
-one of the ranges of K (1) and BM rows of x (2). A gated weight's rows alternate, so that a program
-holds the gate and the up branch of its columns.
+[K, BM]; `_row_kernel` multiplies on the CUDA cores, for one row and small weights, which are in
+registers before the input is complete. A program owns BR rows of the weight's [N, K] storage
+(program_id 0), one of the ranges of K (1) and BM rows of x (2). A gated weight's rows alternate, so
+that a program holds the gate and the up branch of its columns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _k_range(K, STEP: tl.constexpr):
 
 @triton.jit
 def _prefetch(weight, rows, stride, low, K, SPAN: tl.constexpr, PDL: tl.constexpr):
-    """Bring the first SPAN columns of these rows into the L2."""
+    """Brings the first SPAN columns of `rows` from `low` on into the L2."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
         k = tl.minimum(low + tl.arange(0, SPAN // LINE) * LINE, K - 1)
@@ -56,7 +56,7 @@ def _logistic(v):
 
 @triton.jit
 def _gelu_tanh(v):
-    """gelu in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
+    """GELU in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
     return v * _logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
 
 
@@ -65,7 +65,7 @@ def _finish(
     out, bias, factor, y, first, m, M, N, stride_fm, softcap,
     BR: tl.constexpr, BM: tl.constexpr, END: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation or soft cap of y [BR, BM], and its store to rows m."""
+    """Applies bias, activation or soft cap to y [BR, BM], and stores it to rows m."""
     if END == "gelu_tanh" or END == "silu":
         COLUMNS: tl.constexpr = BR // 2
         n = first + tl.arange(0, COLUMNS)
@@ -212,8 +212,8 @@ def launch(
     factor: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Fill out [T, N], or partial sums [splits, T, N], from x [T, K] and weight [K, N] or gated
-    [K, 2N], and return it. `end` is "", "softcap", "scaled_gelu", "gelu_tanh" or "silu".
+    """Fills out [T, N], or partial sums [splits, T, N], from x [T, K] and weight [K, N] or gated
+    [K, 2N], and returns it. `end` is "", "softcap", "scaled_gelu", "gelu_tanh" or "silu".
     """
     (rows, k), n = x.shape, out.shape[-1]
     assert x.stride(1) == 1

@@ -23,11 +23,11 @@ SHARED_BYTES = 225 << 10  # of a multiprocessor, for the tiles of one program
 COPIED_BYTES = 226 << 10  # the same with a copying warp, less its barriers
 SMALL_WEIGHT_BYTES = 4 << 20
 MOST_EXACT_ROWS = 64  # of float32
-MOST_EXACT_PRODUCTS = 4_000_000  # the same: multiplications of a linear
+MOST_EXACT_PRODUCTS = 4_000_000  # of float32: multiplications of a linear
 SHORT_K = 512
 SPLIT_K = 8192  # from here on splitting K among wide tiles pays
-SHORT_SPLIT_K = 2048  # the same at 33 to 64 rows, for outputs of up to 4096 columns
-LONG_K = 16384  # the same at 65 to 128 rows, for outputs of more columns
+SHORT_SPLIT_K = 2048  # SPLIT_K at 33 to 64 rows, for outputs of up to 4096 columns
+LONG_K = 16384  # SPLIT_K at 65 to 128 rows, for outputs of more columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Tiling:
         return self.k * self.slices
 
     def columns(self, gated: bool) -> int:
-        """Columns of the output a program writes."""
+        """Number of columns of the output that a program writes."""
         return self.rows // 2 if gated else self.rows
 
 
@@ -82,7 +82,7 @@ def tiling_for(
 ) -> Tiling | SpecializedTiling | None:
     """The tiling of x [T, K] @ weight [K, N], N being 2I for a gated `end`; None: the library.
 
-    None also for unmeasured inputs: no rows, and strides other than of a [K, N] view of [N, K].
+    Unmeasured inputs give None too: no rows, and strides other than of a [K, N] view of [N, K].
     """
     plain = x.stride(-1) == 1 and weight.stride(0) == 1 and x.dtype == weight.dtype
     if plain and x.dtype is float32:
@@ -110,7 +110,7 @@ def exact_tiling_of(rows: int, k: int, n: int) -> Tiling | None:
 def tiling_of(
     rows: int, k: int, n: int, end: str = "", *, partials: bool = False, copied: bool = True
 ) -> Tiling | SpecializedTiling | None:
-    """`tiling_for` from the sizes; not `copied`: without the warp-specialised kernel."""
+    """The tiling of given sizes, as `tiling_for`; `copied`: a warp-specialised kernel may run."""
     if not 0 < rows <= MOST_ROWS:
         return None
     small = 2 * k * n < SMALL_WEIGHT_BYTES
@@ -131,7 +131,7 @@ def tiling_of(
 
 
 def _staged(tiling: Tiling, k: int, most: int) -> Tiling:
-    """With as many stages as the shared memory and K have room for."""
+    """The tiling with as many stages as the shared memory and K have room for."""
     room = SHARED_BYTES // (2 * (tiling.rows + tiling.m) * tiling.step)
     steps = -(-k // (tiling.splits * tiling.step))
     return replace(tiling, stages=max(2, min(most, room, steps + 1)))
@@ -144,7 +144,7 @@ def _one_row(k: int) -> Tiling:
 
 
 def _small(m: int, k: int, end: str, partials: bool) -> Tiling:
-    """Few rows, a small weight: many small programs, which also divide the rows of x."""
+    """The tiling of a small weight: many small programs, which also divide the rows of x."""
     if k <= SHORT_K:
         block = 128 if k <= 128 or end in GATED else 256
         rows = 32 if m == 16 else 64
@@ -155,7 +155,9 @@ def _small(m: int, k: int, end: str, partials: bool) -> Tiling:
 
 
 def _split(m: int, k: int, n: int) -> Tiling:
-    """Partial sums: 64 rows of the weight, and K split until the programs fill the device."""
+    """The tiling of partial sums: 64 rows of the weight a program, and K split until the programs
+    fill the device.
+    """
     tiles = -(-n // 64)
     splits = NUM_SMS // tiles if 2 * tiles <= NUM_SMS else 2 * NUM_SMS // tiles
     splits = max(1, min(splits, 8, k // 256))
@@ -166,8 +168,8 @@ def _split(m: int, k: int, n: int) -> Tiling:
 
 
 def _wide(m: int, k: int, n: int, end: str) -> Tiling | None:
-    """All of K in one program. Two programs fit on a multiprocessor with 4 stages, one with 8:
-    whichever leaves the shorter last wave.
+    """The tiling with all of K in one program. Two programs fit on a multiprocessor with 4 stages,
+    one with 8; the choice is the one with the shorter last wave.
     """
     pairs = -(-n // 128)  # programs of 128 rows, which read x half as often
     if m == 64 and pairs / (-(-pairs // NUM_SMS) * NUM_SMS) > 0.8:
@@ -180,7 +182,7 @@ def _wide(m: int, k: int, n: int, end: str) -> Tiling | None:
 
 
 def _specialized(m: int, k: int, n: int, end: str, partials: bool) -> SpecializedTiling | None:
-    """17 to 128 rows, where wide tiles with a copying warp are best."""
+    """The tiling of 17 to 128 rows; None unless wide tiles with a copying warp are best."""
     if end == "scaled_gelu":
         return None
     if partials:
@@ -199,7 +201,7 @@ def _specialized(m: int, k: int, n: int, end: str, partials: bool) -> Specialize
 
 
 def _specialized_split(m: int, k: int, n: int) -> SpecializedTiling | None:
-    """Partial sums: as many splits of K as fill the device."""
+    """The tiling of partial sums, K split until the programs fill the device; None if not best."""
     wide, least = n > 4096, SPLIT_K
     if m == 64 and not wide:
         least = SHORT_SPLIT_K
@@ -233,12 +235,12 @@ def _filled(
     step: int = 64,
     gated: bool = False,
 ) -> SpecializedTiling:
-    """With as many stages as fit the shared memory beside a program's output, and with registers
-    left, where possible, for the previous or the next norm's programs to run alongside.
+    """The tiling with as many stages as fit the shared memory beside a program's output, and with
+    registers left, where possible, for the previous or the next norm's programs to run alongside.
     """
     m = max(m, 64)
     wide = sum(columns) * (2 if gated else 1)
-    room = COPIED_BYTES - min(2 * m * columns[0], 32 << 10)  # less what the output goes through
+    room = COPIED_BYTES - min(2 * m * columns[0], 32 << 10)  # less the buffer of the output
     stages = min(room // (2 * (m + wide) * step), 8, -(-k // (splits * step)) + 1)
     registers = 128 if m == 64 else max(80, wide // 2 + 32)
     if columns[0] * (2 if gated else 1) > 128:  # one such product takes more
@@ -247,7 +249,7 @@ def _filled(
 
 
 def _many_rows(k: int, n: int, end: str, partials: bool) -> Tiling | None:
-    """65 to 128 rows: x costs as much as the weights."""
+    """The tiling of 65 to 128 rows, for which x costs as much as the weights; None: the library."""
     if partials and n <= 4096:
         return Tiling(True, 128, 64, 128, max(1, min(NUM_SMS // -(-n // 64), 3, k // 256)))
     if partials and k >= LONG_K:

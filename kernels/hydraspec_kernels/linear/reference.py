@@ -21,24 +21,24 @@ __all__ = [
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
 ) -> Tensor:
-    """x [T, K] times weight [K, N], plus bias [N]; then cap * tanh(. / cap)."""
+    """Linear map y = x [T, K] @ weight [K, N] + bias [N]; then softcap * tanh(y / softcap)."""
     y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     return y if softcap is None else y.div_(softcap).tanh_().mul_(softcap)
 
 
 def linear_partials_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times weight [K, N] as one partial sum, [1, T, N]."""
+    """Product of x [T, K] and weight [K, N] as one partial sum, [1, T, N]."""
     return torch.mm(x, weight)[None]
 
 
 def gated_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
 ) -> Tensor:
-    """act(x @ gate) * (x @ up) for weight [K, 2I] and bias [2I] that hold the gate half first."""
+    """Product act(x @ gate) * (x @ up) for weight [K, 2I] and bias [2I], gate half first."""
     y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     return gated_activation(y, activation)
 
 
 def scaled_gelu_linear_reference(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    """gelu_tanh(x @ weight) * factor, [T, N]."""
+    """Product gelu_tanh(x @ weight) * factor, [T, N]."""
     return F.gelu(torch.mm(x, weight), approximate="tanh").mul_(factor)

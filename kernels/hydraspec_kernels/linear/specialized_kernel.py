@@ -1,10 +1,10 @@
 """Rows times a large matrix, warp-specialised: one warp copies, the others only multiply.
 
 A program owns R0 + R1 + R2 columns of the output: up to three products, whose widths are powers of
-two, share a tile of x [BM, BK] as their left operand. Gated, each takes as many rows of gate and,
-below them, of up. The copying warp fills the stages with weights before the inputs are complete,
-and runs ahead into its program's next columns. Gluon has no interpreter: only tests on the device
-run this.
+two, share a tile of x [BM, BK] as their left operand. Gated products take rows of gate and, stored
+after them, as many of up. The copying warp fills the stages with weights before its inputs are
+complete, and runs ahead into its program's next columns. Gluon has no interpreter: only tests on
+the device run this.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _logistic(v):
 
 @gluon.jit
 def _gelu_tanh(v):
-    """gelu in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
+    """GELU in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
     return v * _logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
 
 
@@ -49,7 +49,9 @@ def _copy_weights(
     weight_0, weight_1, weight_2, w0, w1, w2, slot, filled, n, k, N,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BRANCHES: gl.constexpr,
 ):  # fmt: skip
-    """Start copying columns n to n + R0 + R1 + R2 of the output, of each branch, into a slot."""
+    """Starts copying the weights of output columns n to n + R0 + R1 + R2, of each branch, into a
+    slot.
+    """
     for b in gl.static_range(BRANCHES):
         at = slot * BRANCHES + b
         row = b * N + n
@@ -66,7 +68,7 @@ def _copy(
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BRANCHES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: all steps of all tiles, as slots become free."""
+    """The program of the copying warp: copies all steps of all tiles, as slots become free."""
     R: gl.constexpr = R0 + R1 + R2
     program, programs = gl.program_id(0), gl.num_programs(0)
     total = gl.cdiv(tiles - program, programs) * steps
@@ -112,7 +114,7 @@ def _finish(
     out, bias, y, n0, m0, M, N, softcap,
     R: gl.constexpr, BM: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation or soft cap of y [BM, R] or [BM, 2R], and its store from column n0 on."""
+    """Applies bias, activation or soft cap to y [BM, R] or [BM, 2R]; stores to columns from n0."""
     GATES: gl.constexpr = END == "gelu_tanh" or END == "silu"
     if GATES:
         y, up = gl.split(y.reshape([BM, 2, R]).permute([0, 2, 1]))
@@ -143,7 +145,9 @@ def _multiply(
     BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, BRANCHES: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps, 16 rows of x each. A slot is released once the next products run."""
+    """The program of the multiplying warps, which have 16 rows of x each. A slot is released once
+    the next products run.
+    """
     WARPS: gl.constexpr = BM // 16
     LAYOUT_0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BRANCHES * R0, 16])
     TILES: gl.constexpr = w0.layout
@@ -269,7 +273,7 @@ def launch_specialized(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`linear.kernel.launch` for a `SpecializedTiling`; it has checked the arguments."""
+    """See `linear.kernel.launch`, which calls this and has checked the arguments."""
     (rows, k), n = x.shape, out.shape[-1]
     element = gl.float16 if x.dtype is float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for([tiling.m, tiling.k], element)

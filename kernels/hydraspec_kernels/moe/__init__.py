@@ -15,7 +15,7 @@ __all__ = ["moe", "route", "route_grouped"]
 
 def route(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax router: logits [T, E] -> weights [T, k] float32 (or wider) of the k best experts,
-    summing to 1 and then times scale [E], and experts [T, k].
+    which are made to sum to 1, then multiplied by scale [E]; and experts [T, k].
     """
     if runs_kernels(logits) and logits.dtype is not torch.float64:
         from hydraspec_kernels.moe.routing_kernel import route_cuda  # Triton, where there is a GPU
@@ -46,7 +46,9 @@ def moe(
     down: Tensor,
     activation: Activation = "gelu_tanh",
 ) -> Tensor:
-    """x [T, D], weights and experts [T, k], gate_up [E, D, 2I], down [E, I, D] -> [T, D]."""
+    """Weighted sum [T, D] of the k chosen experts of each row of x [T, D]; weights and experts
+    [T, k], gate_up [E, D, 2I], down [E, I, D].
+    """
     if runs_kernels(x) and x.dtype is not torch.float64:
         from hydraspec_kernels.moe.kernel import moe_cuda  # Triton, as above
 

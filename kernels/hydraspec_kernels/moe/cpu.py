@@ -1,5 +1,5 @@
-"""Experts on a CPU, without shapes that depend on routing: gather them when few are used, else run
-all of them.
+"""Experts on a CPU, without shapes that depend on routing: the chosen ones are gathered if few are
+used, else all of them run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def moe_gather(
     down: Tensor,
     activation: Activation = "gelu_tanh",
 ) -> Tensor:
-    """Copies the k experts of every row: right while T * k is well below E."""
+    """See `moe.moe`. It copies the k experts of every row: fast while T * k is well below E."""
     rows, k = e.shape
     chosen = e.reshape(-1)
     each = x[:, None].expand(rows, k, x.shape[1]).reshape(rows * k, 1, x.shape[1])
@@ -38,7 +38,9 @@ def moe_dense(
     down: Tensor,
     activation: Activation = "gelu_tanh",
 ) -> Tensor:
-    """Every expert on every row, weighted by zero where it was not chosen; experts go in chunks."""
+    """Weighted sum of all experts, x [T, D], w and e [T, k], gate_up [E, D, 2I], down [E, I, D] ->
+    [T, D]. Every expert runs on every row, in chunks of experts; weights of unchosen ones are 0.
+    """
     rows, experts = x.shape[0], gate_up.shape[0]
     share = w.new_zeros(rows, experts).scatter_(1, e, w).to(x.dtype).t()[:, :, None]  # [E, T, 1]
     step = max(1, MAX_CHUNK_NUMBERS // (rows * gate_up.shape[2]))

@@ -26,7 +26,7 @@ COMBINE_BLOCK = 1024  # columns of a program of combine_kernel
 def group_pairs_kernel(
     # [max_blocks, BLOCK_M] pairs of a block, num_pairs after its last pair
     pairs_ptr,
-    # [max_blocks] its expert, -1 for a block without pairs
+    # [max_blocks] the block's expert, -1 for a block without pairs
     block_experts_ptr,
     # [num_pairs]
     chosen_ptr,
@@ -185,7 +185,7 @@ class Tiles:
 
 
 def tiles_for(num_pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """By the average number of pairs per expert: up to 16, streaming the weights dominates."""
+    """Block sizes by the mean number of pairs per expert: up to 16, reading weights dominates."""
     each = num_pairs / experts
     if dtype == torch.float32:  # exact products, without tensor cores
         return Tiles(16, 32, 64, 4, 2) if each <= 16 else Tiles(64, 64, 32, 8, 2)
@@ -234,9 +234,10 @@ def group_pairs(chosen: Tensor, experts: int, block_rows: int) -> Grouping:
 def run_experts(
     x: Tensor, weight: Tensor, grouping: Grouping, chosen: Tensor, tiles: Tiles, activation: str
 ) -> Tensor:
-    """x [T, depth] (or [T * k, depth]) times each pair's expert of weight -> [T * k, columns].
+    """Products [T * k, columns] of x [T, depth] (or [T * k, depth]) and each pair's expert.
 
-    activation "none", or "silu" or "gelu_tanh" over a weight [E, depth, 2 * columns].
+    activation is "none" for weight [E, depth, columns], or "silu" or "gelu_tanh" for weight
+    [E, depth, 2 * columns].
     """
     _experts, depth, columns = weight.shape
     gated = activation != "none"
@@ -279,7 +280,7 @@ def moe_cuda(
     down: Tensor,
     activation: str,
 ) -> Tensor:
-    """See `moe.moe`. Weights in any strides; fast where the storage is [E, 2I, D] and [E, D, I]."""
+    """See `moe.moe`. Weights may have any strides; storage [E, 2I, D] and [E, D, I] is fast."""
     (rows, width), top_k = x.shape, experts.shape[1]
     assert weights.shape == experts.shape == (rows, top_k)
     assert gate_up.shape == (down.shape[0], width, 2 * down.shape[1])

@@ -14,8 +14,8 @@ from hydraspec_kernels.activation import gated_activation
 def route_reference(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Router logits [T, E] -> weights [T, k] float32 and experts [T, k].
 
-    Softmax over all experts in float32, the k largest made to sum to 1, then times scale [E] (so
-    that they no longer need to).
+    The softmax over all experts is in float32; its k largest are made to sum to 1, then multiplied
+    by scale [E].
     """
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     w, e = torch.topk(p, k, dim=-1)
@@ -43,8 +43,8 @@ def route_grouped_reference(
 
 
 def moe_reference(x: Tensor, w: Tensor, e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """x [T, D], w and e [T, k], gate_up [E, D, 2I], down [E, I, D] -> sum_k w_k
-    down_k(act(gate_up_k(x))), [T, D].
+    """Sum over k of w_k down_k(act(gate_up_k(x))), [T, D], for x [T, D], w and e [T, k], gate_up
+    [E, D, 2I], down [E, I, D].
     """
     rows = []
     for x_t, w_t, e_t in zip(x, w.to(x.dtype), e.tolist(), strict=True):

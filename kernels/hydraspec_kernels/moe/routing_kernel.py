@@ -15,7 +15,7 @@ from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next
 
 @triton.jit
 def lowest_best(scores, ids, limit):
-    """The largest of scores and the lowest of ids that has it, below limit."""
+    """The largest of `scores`, and the lowest of `ids` with this score, always below `limit`."""
     best = tl.max(scores)
     return best, tl.minimum(tl.min(tl.where(scores == best, ids, limit)), limit - 1)
 

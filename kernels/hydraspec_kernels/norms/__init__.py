@@ -37,8 +37,8 @@ class AddNormOptions(TypedDict):
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of x [..., H] with weight [H] (None: no weight), rounded once to x's dtype.
 
-    Without a kernel everywhere: a weight per head [.., H], and an H above MAX_WIDTH (the states of
-    several layers side by side).
+    No kernel takes a weight per head [.., H], nor an H above MAX_WIDTH (the states of several
+    layers side by side): the reference runs then.
     """
     has_kernel = x.dtype is not torch.float64 and x.shape[-1] <= MAX_WIDTH
     if runs_kernels(x) and has_kernel and (weight is None or weight.dim() == 1):
@@ -58,12 +58,12 @@ def add_norm(
     scale: float | None = None,
     has_post_norm: bool = True,
 ) -> AddNorm:
-    """h' = (h + norm(x)) * scale, written into h [T, D], and y = norm(h'): a decoder layer's
-    residual sum with the norms around it, in one kernel.
+    """Residual sum of a decoder layer with the norms around it, in one kernel:
+    h' = (h + norm(x)) * scale, written into h [T, D], and y = norm(h').
 
-    x [T, D], or [S, T, D] partial sums to add up first (`linear_partials`). Without has_post_norm
-    x is added as it is (pre-norm decoders). post_weight [D] None: a norm without weight.
-    next_weight [D] None: no y. Both norms take eps.
+    x is [T, D], or partial sums [S, T, D], which are added up first (`linear_partials`). Without
+    has_post_norm x is added as it is (pre-norm decoders). post_weight [D] None: a norm without
+    weight. next_weight [D] None: no y. Both norms take eps.
     """
     run = add_norm_reference
     if runs_kernels(h) and h.dtype is not torch.float64:

@@ -130,7 +130,7 @@ def add_norm_cuda(
 
 
 def warps_for(width: int, rows: int) -> int:
-    """Few rows: 16 bytes of h per thread (8 numbers of 16 bits), for the shortest latency. Many:
-    twice that, so that more rows share an SM.
+    """Warps of a program. With few rows a thread has 16 bytes of h (8 numbers of 16 bits), for the
+    shortest latency; with many rows it has twice that, so that more rows share an SM.
     """
     return min(32, max(1, width // (256 if rows <= FEW_ROWS else 512)))

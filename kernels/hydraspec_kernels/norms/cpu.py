@@ -23,7 +23,7 @@ class NormGain(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> NormGain:
-        """From a weight [H] or [heads, H]."""
+        """The gain of a weight [H] or [heads, H]."""
         size = weight.shape[-1]
         return cls(weight * math.sqrt(size), weight.new_tensor(math.sqrt(size * eps)))
 
@@ -54,10 +54,10 @@ def add_norm_cpu(
 
 
 def unit_norm(x: Tensor, floor: Tensor) -> Tensor:
-    """x [..., H] / hypot(|x|, floor). With floor = sqrt(H eps) this is RMSNorm / sqrt(H)."""
+    """Vectors x [..., H] / hypot(|x|, floor). With floor = sqrt(H eps) it is RMSNorm / sqrt(H)."""
     return x / _vector_norm(x, 2, -1, True).hypot_(floor)
 
 
 def unit_norm_(x: Tensor, floor: Tensor) -> Tensor:
-    """`unit_norm` in place."""
+    """Computes `unit_norm` in place; returns x."""
     return x.div_(_vector_norm(x, 2, -1, True).hypot_(floor))

@@ -11,7 +11,7 @@ from hydraspec_kernels.norms.records import AddNorm
 
 
 def rms_norm_reference(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
-    """x [..., H] divided by sqrt(mean(x^2) + eps), times w [H]; computed in float32 or wider."""
+    """RMSNorm x [..., H] / sqrt(mean(x^2) + eps) times w [H]; computed in float32 or wider."""
     a = x.to(torch.promote_types(x.dtype, torch.float32))
     y = a * torch.pow(a.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     return (y if w is None else y * w.to(y.dtype)).to(x.dtype)

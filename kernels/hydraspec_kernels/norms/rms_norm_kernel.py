@@ -10,12 +10,12 @@ from torch import Tensor
 from hydraspec_kernels.norms.records import MAX_WIDTH
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
-MIN_TILE = 1024  # numbers of a program at least: 16 bytes per thread and two warps
+MIN_TILE = 1024  # least count of numbers of a program: two warps with 16 of them a thread
 
 
 @triton.jit
 def inverse_rms(x, width, eps):
-    """1 / sqrt(mean(x^2) + eps) [.., 1] of x [.., WIDTH] float32, which is zero beyond `width`."""
+    """Factor 1 / sqrt(mean(x^2) + eps) [.., 1] of float32 x [.., WIDTH], zero after `width`."""
     return tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) / width + eps)
 
 
@@ -56,7 +56,7 @@ def rms_norm_kernel(
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int] | None:
-    """(inner, outer stride, inner stride) of the rows of x [..., H]; None if they have none."""
+    """Inner size, outer stride and inner stride of rows of x [..., H]; None: x has to be copied."""
     if x.is_contiguous():
         return 1, x.shape[-1], 0
     if x.stride(-1) != 1 or x.dim() not in (2, 3):

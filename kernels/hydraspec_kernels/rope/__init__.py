@@ -34,7 +34,7 @@ def rope_table(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, H] in place by a table of `rope_table`; returns x."""
+    """Rotates heads x [T, heads, H] in place by a table of `rope_table`; returns x."""
     if runs_kernels(x) and x.dtype is not torch.float64 and x.stride(-1) == 1:
         from hydraspec_kernels.rope.kernel import apply_rope_cuda  # Triton
 

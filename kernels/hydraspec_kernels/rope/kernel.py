@@ -37,7 +37,7 @@ def rope_table_kernel(
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.float32)
     angle = position * theta
-    # Not the fast approximations: large positions need an exact range reduction.
+    # Fast approximations do not suffice: large positions need an exact range reduction.
     cos, sin = tl.cos(angle), tl.sin(angle)
     inside = (row < num_rows) & (i < half)
     at = row * (2 * half) + i
@@ -49,7 +49,7 @@ def rope_table_kernel(
 
 @triton.jit
 def rotate_halves(a, b, cos_a, cos_b, sin_a, sin_b, dtype: tl.constexpr):
-    """Halves a and b of float32 heads -> rotated halves in dtype; x * cos is rounded first."""
+    """Rotated halves, in dtype, of float32 heads with halves a and b; x * cos is rounded first."""
     rotated_a = (a * cos_a).to(dtype).to(tl.float32) + b * sin_a
     rotated_b = (b * cos_b).to(dtype).to(tl.float32) + a * sin_b
     return rotated_a.to(dtype), rotated_b.to(dtype)
@@ -93,7 +93,7 @@ def apply_rope_kernel(
 
 
 def rope_table_cuda(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [T], theta [H/2] float32 -> cosines and signed sines [T, 1, H] in dtype."""
+    """Cosines and signed sines [T, 1, H], in dtype, of positions [T] and theta [H/2] float32."""
     rows, half = positions.shape[0], theta.shape[0]
     assert theta.dtype == torch.float32
     assert theta.stride(0) == 1
@@ -119,7 +119,7 @@ def rope_table_cuda(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> tup
 
 
 def apply_rope_cuda(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `hydraspec_kernels.rope.apply_rope`; heads contiguous, rows and heads in any strides."""
+    """See `hydraspec_kernels.rope.apply_rope`; a head is contiguous, other strides are free."""
     rows, heads, size = x.shape
     assert x.stride(2) == 1
     assert cos.shape == sin.shape == (rows, 1, size)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rope_frequencies(head_dim: int, base: float, share: float = 1.0, factor: float = 1.0) -> Tensor:
-    """theta [H/2] in float32."""
+    """Rotary frequencies theta [H/2] in float32: radians a position."""
     rotated = int(share * head_dim // 2)
     exponent = torch.arange(0, 2 * rotated, 2, dtype=torch.int64).float() / head_dim
     theta = torch.zeros(head_dim // 2)
@@ -23,14 +23,14 @@ def rope_frequencies(head_dim: int, base: float, share: float = 1.0, factor: flo
 
 
 class Frequencies(NamedTuple):
-    """theta of both halves of a head: twice for the cosines, negated then plain for the sines."""
+    """Frequencies of both halves of a head: theta twice for cosines; -theta, theta for sines."""
 
     cos: Tensor  # [H]
     sin: Tensor  # [H]
 
 
 def mirrored(theta: Tensor) -> Frequencies:
-    """theta [H/2] -> frequencies of both halves of a head."""
+    """Frequencies of both halves of a head from theta [H/2]."""
     return Frequencies(torch.cat((theta, theta)), torch.cat((-theta, theta)))
 
 

@@ -1,4 +1,4 @@
-"""Compiling ahead: a step runs once without launching its kernels, which are then all compiled.
+"""Compilation ahead: a step runs once without launching its kernels, which are then all compiled.
 
 torch's operators between the kernels see memory that no kernel has written. Matrix products and
 indexed writes are skipped; indices of reads are replaced by zeros; other operators run as they are.
@@ -34,7 +34,7 @@ WRITING = {
 
 
 class Rehearsing(TorchFunctionMode):
-    """Skips matrix products and indexed writes, and replaces the indices of reads by zeros."""
+    """Mode that skips matrix products and indexed writes, and reads with zeros as indices."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,7 +55,7 @@ _is_rehearsing = False
 
 
 def is_rehearsing() -> bool:
-    """Returns whether launches are being recorded only: nothing may wait for another process."""
+    """Returns whether launches are only recorded, so that nothing may wait for other processes."""
     return _is_rehearsing
 
 
@@ -67,8 +67,8 @@ def _zeroed(argument: Any) -> Any:
 
 
 def num_compiled(device: torch.device) -> int:
-    """Kernels that this process has compiled, or read from Triton's cache on the disk, since the
-    first call.
+    """Number of kernels that this process has compiled, or read from Triton's cache on the disk,
+    since the first call.
     """
     if device.type != "cuda":
         return 0
@@ -89,8 +89,9 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 @contextmanager
 def compiled_ahead(device: torch.device) -> Iterator[Compiled]:
-    """Launches inside the context are recorded instead of run; when it ends, their kernels are
-    compiled and loaded in parallel. Results of the calls are undefined. Needs `can_compile_ahead`.
+    """Context in which launches are recorded instead of run; when it ends, their kernels are
+    compiled and loaded in parallel. Results of the calls are undefined. `can_compile_ahead` must be
+    true.
 
     A kernel that fails to compile raises at its first real launch. No other thread of the process
     may launch kernels meanwhile.

@@ -1,7 +1,7 @@
 """Calls that stay eager when a forward pass is captured in pieces (piecewise CUDA graphs).
 
 `run(f, *args)` is `f(*args)`, except while a recorder is set: then the recorder runs the call and
-keeps it for later replays. Independent of how graphs are captured.
+keeps it for later replays. This module does not depend on how graphs are captured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PieceRecorder(Protocol):
     """Ends a captured piece before a call and starts the next one after it."""
 
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        """Run `function(*args)` outside any capture; its result has the same address in every
+        """Runs `function(*args)` outside any capture; the result has the same address in every
         replay.
         """
         ...
@@ -29,7 +29,7 @@ _recorder: PieceRecorder | None = None
 
 
 def run(function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)`, a call that is never part of a captured piece.
+    """Calls `function(*args)`, which is never part of a captured piece, and returns its result.
 
     The function returns a tensor, None, or a tuple or dataclass of those, and keeps no host state.
     """
@@ -40,7 +40,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
 
 @contextmanager
 def recording(recorder: PieceRecorder | None) -> Iterator[None]:
-    """Pass calls of `run` to `recorder`; None: make them directly."""
+    """Context that passes calls of `run` to `recorder`; None: they are made directly."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:

@@ -1,4 +1,4 @@
-"""How Triton compiles our kernels: launchers built fast, many kernels at once, and counted."""
+"""Compilation of kernels by Triton: quick builds of launchers, many kernels at once, a count."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_unoptimised(
     if compiler is None:
         raise RuntimeError("no C compiler for the launchers of kernels: install gcc, or set CC")
     library = str(Path(srcdir) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # on Debian
     includes = [*include_dirs, srcdir, sysconfig.get_paths(scheme=scheme)["include"]]
     subprocess.check_call(
         [
@@ -62,7 +62,7 @@ def build_unoptimised(
 
 
 def build_launchers_without_optimisation() -> None:
-    """Make `build_unoptimised` Triton's build, unless another build was chosen already, or this
+    """Makes `build_unoptimised` Triton's build, unless another build was chosen already, or this
     Triton builds other languages too and compiles no launchers.
     """
     own_build = getattr(build, "_build", None)
@@ -107,7 +107,7 @@ class _Loading(Executor):
         return self._futures[-1]
 
     def start(self, num_processes: int) -> int:
-        """Compile everything submitted; returns the number of kernels."""
+        """Compiles everything submitted; returns the number of kernels."""
 
         def built(compile_kernel: Callable[[], Any]) -> None:
             kernel = compile_kernel()
@@ -119,11 +119,11 @@ class _Loading(Executor):
         return len(calls)
 
     def finish(self) -> None:
-        """Wait until all kernels are loaded."""
+        """Waits until all kernels are loaded."""
         wait(self._futures)
 
     def give_up(self) -> None:
-        """Skip the kernels that no thread has started on."""
+        """Skips the kernels that no thread has started on."""
         self._is_given_up = True
         self._may_start.set()
 
@@ -154,14 +154,14 @@ def count_compiled() -> int:
 
 
 def has_async_compilation() -> bool:
-    """Returns whether Triton can compile in the background: not older versions, nor the
-    interpreter."""
+    """Returns whether Triton can compile in the background; older versions and the interpreter
+    cannot."""
     return hasattr(triton, "AsyncCompileMode") and not knobs.runtime.interpret
 
 
 @dataclass(slots=True)
 class Compiled:
-    """Results of compiling ahead; filled in when it ends."""
+    """Number of kernels compiled ahead, and seconds taken; filled in at the end."""
 
     num_kernels: int = 0
     stepping_s: float = 0.0  # recording the calls
@@ -171,7 +171,9 @@ class Compiled:
 
 @contextmanager
 def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compiled]:
-    """Record launches instead of running them; at the end `num_processes` processes compile."""
+    """Context that records launches instead of running them; at its end `num_processes` processes
+    compile the kernels.
+    """
     compiled, clock = Compiled(), time.perf_counter
     started, launch, seen = clock(), JITFunction.run, set[Hashable]()
 
@@ -183,7 +185,7 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     if device.index is None and torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())  # of this thread, not of all
+        device = torch.device("cuda", torch.cuda.current_device())  # current in this thread only
     in_thread = (torch.cuda.set_device, (device,)) if device.index is not None else (None, ())
     with ThreadPoolExecutor(num_processes, "compile", *in_thread) as pool:
         loading = _Loading(pool)
@@ -198,7 +200,7 @@ def launches_compile(device: torch.device, num_processes: int) -> Iterator[Compi
                 stepped = clock()
                 compiled.num_kernels = loading.start(num_processes)
                 forked = clock()
-                loading.finish()  # which an interrupt ends; Triton's own wait does not
+                loading.finish()  # an interrupt ends this wait, but not Triton's own
             except BaseException:
                 loading.give_up()
                 raise

@@ -17,14 +17,14 @@ GRACE_S = 1.0  # from SIGINT to SIGKILL
 
 
 def num_processes() -> int:
-    """The cores this process may use."""
+    """Number of cores that this process may use, at most MOST_PROCESSES."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(MOST_PROCESSES, cores)
 
 
 def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: float) -> None:
-    """Make every call in one of `count` forked processes.
+    """Makes every call in one of `count` forked processes.
 
     Errors are dropped, and so are calls that have not ended after `timeout_s` seconds. The calls
     must not use the device: CUDA does not work in a forked process.
@@ -46,7 +46,7 @@ def run_in_forks(calls: Sequence[Callable[[], object]], count: int, timeout_s: f
 
 
 def _await(children: set[int], timeout_s: float) -> None:
-    """Wait for the children and remove those that have ended from the set."""
+    """Waits for the children up to `timeout_s`, and removes those that ended from the set."""
     deadline = time.monotonic() + timeout_s
     while children and time.monotonic() < deadline:
         children -= {child for child in children if _has_ended(child, os.WNOHANG)}
@@ -54,7 +54,9 @@ def _await(children: set[int], timeout_s: float) -> None:
 
 
 def _end(children: set[int]) -> None:
-    """SIGINT first: on it the children end the compilers they run and remove temporary files."""
+    """Ends the children: SIGINT lets them end their compilers and remove temporary files, SIGKILL
+    follows after GRACE_S seconds.
+    """
     try:
         _kill(children, signal.SIGINT)
         _await(children, GRACE_S)
@@ -71,13 +73,13 @@ def _kill(children: set[int], number: int) -> None:
 
 
 def _fork(calls: Sequence[Callable[[], object]], take: int) -> int:
-    """Fork a process that makes the calls whose indices it reads from the pipe."""
+    """Forks a process that makes the calls whose indices it reads from the pipe; returns its id."""
     parent = os.getpid()
     # A child interrupted before its `try` would return into the parent's code.
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with warnings.catch_warnings():
-            # About locks of other threads: the timeout ends a child that waits for one.
+            # The warning is about locks of other threads: the timeout ends a child that waits.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child:

@@ -6,26 +6,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# The copy by TMA: its name since Triton 3.8, else the earlier one, which 3.9 no longer has.
+# The copy by TMA has the first name since Triton 3.8; 3.9 no longer has the second one.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
 def _control(INSTRUCTION: gl.constexpr):
-    """A PTX instruction without operands."""
+    """Issues a PTX instruction without operands."""
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def start_next(PDL: gl.constexpr):
-    """Let the next kernel start; see `launch_kernel`."""
+    """Lets the next kernel start; see `launch_kernel`."""
     if PDL:
         _control("griddepcontrol.launch_dependents; // dummy $0")
 
 
 @gluon.jit
 def wait_for_inputs(PDL: gl.constexpr):
-    """Return once all earlier kernels have ended and their writes can be read."""
+    """Waits until all earlier kernels have ended and their writes can be read."""
     if PDL:
         _control("griddepcontrol.wait; // dummy $0")
 
@@ -36,7 +36,7 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # public since Triton 3
     def view_tiles(
         memory, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
     ):
-        """The same shared memory as COUNT tiles [ROWS, WIDTH]."""
+        """Shared `memory` seen as COUNT tiles [ROWS, WIDTH], without a copy."""
         return memory.reinterpret(memory.dtype, [COUNT, ROWS, WIDTH], LAYOUT)
 
 else:
@@ -45,5 +45,5 @@ else:
     def view_tiles(
         memory, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
     ):
-        """The same shared memory as COUNT tiles [ROWS, WIDTH]."""
+        """Shared `memory` seen as COUNT tiles [ROWS, WIDTH], without a copy."""
         return memory._reinterpret(memory.dtype, [COUNT, ROWS, WIDTH], LAYOUT)

@@ -1,5 +1,5 @@
-"""Properties of a device that the kernels rely on. Imports no Triton: it may be missing where none
-can run."""
+"""Properties of a device that the kernels rely on. Triton is not imported, as it may be missing
+where no kernel can run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def runs_kernels(x: Tensor) -> bool:
 
 
 def check_contiguous(*tensors: Tensor) -> None:
-    """For kernels that index a whole tensor by one stride."""
+    """Asserts that tensors are contiguous, for kernels that index a whole tensor by one stride."""
     for tensor in tensors:
         assert tensor.is_contiguous(), tensor.stride()
 
@@ -33,5 +33,5 @@ def supports_dependent_launch(device: torch.device) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Returns whether the Gluon kernels run: later devices have no wgmma."""
+    """Returns whether the device is a Hopper GPU; later ones lack the wgmma of Gluon kernels."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

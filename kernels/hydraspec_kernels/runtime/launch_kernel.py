@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel may start while the previous one is still running.
 
-Every kernel of ours is launched with `**dependent_launch(x)`. With its constexpr PDL it calls
+Every kernel here is launched with `**dependent_launch(x)`. With its constexpr PDL it calls
 `start_next` first (the next kernel may be scheduled as soon as this one is resident), then does
 what needs constants only (prefetching weights), then calls `wait_for_inputs`, and only then loads
 inputs or stores anything. A kernel that waits ends after all earlier kernels have ended, so
@@ -22,21 +22,21 @@ from hydraspec_kernels.runtime.launch import supports_dependent_launch
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """Let the next kernel start."""
+    """Lets the next kernel start."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Return once all earlier kernels have ended and their writes can be read."""
+    """Waits until all earlier kernels have ended and their writes can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def prefetch_l2(at):
-    """Bring the 128 bytes at each address into the L2."""
+    """Brings the 128 bytes at each address into the L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -49,7 +49,7 @@ def prefetch_l2(at):
 
 @triton.jit
 def prefetch_l2_where(at, wanted):
-    """Bring the 128 bytes at each wanted address into the L2."""
+    """Brings the 128 bytes at each wanted address into the L2."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
         "=r,l,r",

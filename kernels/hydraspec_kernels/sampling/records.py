@@ -36,7 +36,7 @@ EVERYTHING = SamplingFlags()  # skips no work
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SamplingTensors:
-    """How each of N rows samples."""
+    """Sampling parameters of N rows."""
 
     temperature: Tensor  # [N] float32, 0 is greedy
     top_k: Tensor  # [N], 0 is off
@@ -45,8 +45,8 @@ class SamplingTensors:
 
 
 class SlotSampling(Protocol):
-    """How the request of each slot samples, and what its drafts were drawn from: a part of
-    `hydraspec.types.RequestState`."""
+    """Sampling parameters of each slot's request, and the distributions that its drafts were drawn
+    from: a part of `hydraspec.types.RequestState`."""
 
     temperature: Tensor  # [S] float32, 0 is greedy
     top_k: Tensor  # [S], 0 is off
@@ -65,7 +65,7 @@ class SlotTokens(Protocol):
 
 
 class CommittedBatch(Protocol):
-    """Which requests of a step changed, and where."""
+    """The requests of a step whose tokens are written, and the slots that hold their state."""
 
     num_drafts: Tensor  # [B] drafts under verification
     samples: Tensor  # [B] bool: whether the request samples in this step

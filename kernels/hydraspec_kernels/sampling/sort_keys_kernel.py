@@ -1,4 +1,4 @@
-"""Finite numbers as integers of the same order, and binary search of a threshold among those.
+"""Finite numbers as integers of the same order, and binary search of a threshold among these keys.
 
 All threads of a program search together and synchronise in every sum: if one thread left a loop
 early, the others would wait for ever. So the number of trips is computed before the loop, from
@@ -17,7 +17,7 @@ NO_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFF - 1)  # below that of -inf
 
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
-    """int32 keys in the order of finite x, 0 for both zeros; SHIFT drops low bits that are 0 in
+    """Keys, int32, in the order of finite x, 0 for both zeros; SHIFT drops low bits that are 0 in
     every number of the logits' type, which shortens searches."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True) >> SHIFT
     return bits ^ ((bits >> 31) & (ALL_BITS >> SHIFT))
@@ -32,7 +32,7 @@ def value_of(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def num_halvings(low, high, SHIFT: tl.constexpr):
-    """Halvings of low..high until only `low` is left; at most as many as a key has bits."""
+    """Number of halvings of low..high until only `low` is left, at most the bits of a key."""
     # ceil(log2(high - low)), or one more where float32 rounds up: that trip changes nothing.
     exponent = (high - low - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23
     return tl.minimum(tl.maximum(exponent - 126, 0), 32 - SHIFT)

@@ -47,11 +47,11 @@ def prepare_rows(
     *,
     padded: bool = False,
 ) -> StepInputs:
-    """The target's rows. A request's rows are its next tokens, the last `num_drafts` of them
-    drafts; a missing draft (-1) still needs a row, with id 0.
+    """Inputs of the target's pass. A request's rows are its next tokens, the last `num_drafts` of
+    them drafts; a missing draft (-1) still needs a row, with id 0.
     """
     if runs_kernels(slots):
-        # Triton is imported where kernels run only.
+        # Triton is imported only where kernels run.
         from hydraspec_kernels.step_inputs.kernel import prepare_rows_kernel
 
         return prepare_rows_kernel(state, layout, slots, groups, num_speculative_tokens)
@@ -68,7 +68,8 @@ def shifted_tokens(
     *,
     padded: bool = False,
 ) -> Tensor:
-    """The token after each row's: token_ids [S, L+1], slots [B], row_request, positions [T] -> [T].
+    """The token [T] after each row's token, from token_ids [S, L+1], slots [B], and row_request and
+    positions [T].
 
     Rows of request -1 and places with no token (-1) give 0.
     """
@@ -82,8 +83,9 @@ def shifted_tokens(
 
 
 def newest_rows(verdict: Verdict, batch: LaidBatch, num_computed: Tensor) -> NewestRows:
-    """Each request's newest computed row, and the token sampled after it; num_computed [S] as after
-    the verdict was committed. Requests that did not sample give a harmless row and token.
+    """Newest computed row of each request, and the token sampled after the row; num_computed [S]
+    is read after the verdict is committed. Requests that did not sample give an unused row and
+    token in range.
     """
     if runs_kernels(num_computed):
         from hydraspec_kernels.step_inputs.kernel import newest_rows_kernel as run
@@ -100,7 +102,7 @@ def decode_rows(
     *,
     padded: bool = False,
 ) -> DecodeRows:
-    """A row per request, `advance` positions after `positions`."""
+    """Inputs of a pass with a row per request, `advance` positions after `positions`."""
     if runs_kernels(positions):
         from hydraspec_kernels.step_inputs.kernel import decode_rows_kernel
 
@@ -123,8 +125,8 @@ def parallel_rows(
     propose everything in one pass.
 
     A request with R rows, the first at position s and r of them rejected, has R + num_masks rows at
-    positions s, s + 1, ...: its R - r valid rows, the mask rows, then r rows of padding that no row
-    that counts can see. `num_rows` is the step's T.
+    positions s, s + 1, ...: its R - r valid rows, the mask rows, then r rows of padding, which no
+    valid or mask row can see. `num_rows` is the step's T.
     """
     masks = {"num_masks": num_masks, "mask_token_id": mask_token_id, "num_rows": num_rows}
     if runs_kernels(token_ids):

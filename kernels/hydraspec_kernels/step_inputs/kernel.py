@@ -53,7 +53,7 @@ def _store_cache_rows(
     num_rows,
     BLOCK_SIZES: tl.constexpr,
 ):
-    """The cache rows of `position` in every KV group, as `new_cache_rows` lays them out."""
+    """Stores the cache rows of `position` in every KV group, as `new_cache_rows` lays them out."""
     stride = (num_rows + 1) // 2 * 2
     for group in tl.static_range(len(BLOCK_SIZES)):
         place = _cache_row(

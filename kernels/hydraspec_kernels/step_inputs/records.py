@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RowLayout:
-    """How the T rows of a step belong to its B requests."""
+    """Assignment of the T rows of a step to its B requests."""
 
     num_rows: Tensor  # [B]
     num_drafts: Tensor  # [B]
@@ -28,7 +28,7 @@ class GroupTables:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """P of each group."""
+        """Number P of blocks in a table row of each group."""
         return tuple(table.shape[1] for table in self.tables)
 
 
@@ -53,11 +53,11 @@ class StepInputs:
 
 @dataclass(slots=True)
 class NewestRows:
-    """Where drafting starts: each request's newest computed row."""
+    """Newest computed row of each request, from which drafting starts."""
 
-    rows: Tensor  # [B] its place among the step's T rows
-    token_ids: Tensor  # [B] the token sampled after it
-    positions: Tensor  # [B] its position p
+    rows: Tensor  # [B] the row's place among the step's T rows
+    token_ids: Tensor  # [B] the token sampled after the row
+    positions: Tensor  # [B] the row's position p
     seq_lens: Tensor  # [B] valid target KV, p + 1
 
 
@@ -86,8 +86,8 @@ class ParallelLayout:
 def new_cache_rows(like: Tensor, num_groups: int, num_rows: int) -> tuple[Tensor, list[Tensor]]:
     """Unwritten cache rows of all KV groups, as one tensor and as G times [T].
 
-    All begin at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again where
-    one is not.
+    Each of the G begins at a multiple of 16 bytes, because kernels are compiled for aligned
+    pointers, and once more if a pointer is not.
     """
     stored = like.new_empty(num_groups, num_rows + num_rows % 2)
     return stored, list(stored[:, :num_rows].unbind(0))

@@ -1,4 +1,4 @@
-"""Input preparation in plain torch: the specification, and what runs on a CPU."""
+"""Input preparation in plain torch: the specification, which runs on a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slot_mapping_reference(
 def _slot_mappings(
     groups: GroupTables, request: Tensor, positions: Tensor, padded: bool
 ) -> list[Tensor]:
-    """The cache rows per KV group; request -1 (where `padded`) gives -1."""
+    """The cache rows [T] per KV group; request -1 (where `padded`) gives -1."""
     return [
         slot_mapping_reference(table, request, positions, size, padded=padded)
         for table, size in zip(groups.tables, groups.block_sizes, strict=True)

@@ -38,12 +38,12 @@ def stream_key(seed, position, code):
 
 @triton.jit
 def unit_interval(words):
-    """Top 52 bits of int64 words plus half a step, in (0, 1): float64, every step exact."""
+    """Float64 numbers in (0, 1) from the top 52 bits of int64 words plus half a step, all exact."""
     odd = (words >> 12) * 2 + ((1 << 52) + 1)
     return odd.to(tl.float64) * 1.1102230246251565e-16  # 2**-53
 
 
 @triton.jit
 def exponential(key, numbers):
-    """Exp(1) draws, float64, of int64 numbers under one key."""
+    """Exponential draws, Exp(1) in float64, for int64 numbers under one key."""
     return -tl.log(unit_interval(_mix(key + numbers * GOLDEN)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw. Each has its own stream: sharing a draw between two biases the
+    """The purpose of a draw. Each has its own stream: two purposes that share a draw would bias the
     output."""
 
     DRAFT = 0
@@ -53,7 +53,7 @@ MAX_INDEX = (1 << INDEX_BITS) - 1
 
 
 def _fold_(words: Tensor, shift: int) -> None:
-    """words ^= words >>> shift, in place; int64 >> copies the sign, so the copies are masked."""
+    """Sets words ^= words >>> shift; int64 >> copies the sign, so the copies are masked."""
     words ^= (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
@@ -76,7 +76,9 @@ def stream_key(
 
 
 def unit_interval(words: Tensor) -> Tensor:
-    """Top 52 bits, plus half a step, as float64: exact with 52 bits, so never 0 and never 1."""
+    """Float64 numbers from the top 52 bits of int64 words plus half a step: all are exact, so that
+    none is 0 or 1.
+    """
     return (words >> 12).to(torch.float64).add_(2.0**51 + 0.5).mul_(2.0**-52)
 
 
@@ -94,8 +96,8 @@ def exponential_race(
     index: int | Tensor,
     numbers: Tensor,
 ) -> Tensor:
-    """The Exp(1) draws E of a race between things with these numbers: int64 [..., n] -> float64
-    [..., n], strictly positive; [...] is the broadcast shape of the `DrawKey`.
+    """The Exp(1) draws E [..., n] float64 of a race between things with int64 numbers [..., n]; all
+    are positive. [...] is the broadcast shape of the `DrawKey`.
     """
     key = stream_key(seed, position, purpose, index)
     return unit_interval(_mix_(key.unsqueeze(-1) + numbers * GOLDEN)).log_().neg_()

@@ -1,6 +1,6 @@
 """Speculative sampling: drafts accepted against the target's distribution, losslessly.
 
-The reference is the specification, and what runs on a CPU. The kernels hold no tensor of target
+The reference is the specification, and runs on a CPU. The kernels hold no tensor of target
 probabilities, and draw the same random numbers.
 """
 
@@ -31,17 +31,17 @@ def verify_sampled(
     acceptance_length: float = 1.0,
     flags: SamplingFlags = EVERYTHING,
 ) -> Verdict:
-    """Accept drafts by `rule`, then emit a token drawn from the residual after a rejection, or
+    """Accepts drafts by `rule`, then emits a token drawn from the residual after a rejection, or
     from the target after the last draft.
 
-    logits [N, V] are the rows that `batch.verify_rows` counts in; kernels truncate them in place.
+    logits [N, V] have the rows that `batch.verify_rows` names; kernels truncate them in place.
     With `state.draft_probs` drafts count as sampled from it, else as certain (q = 1). Requests of
     temperature 0 accept, and emit, the argmax. Logits whose maximum is not finite accept no draft,
-    and a token emitted from them is marked. `acceptance_length` is that of Rule.SYNTHETIC.
+    and a token emitted from them is marked. Only Rule.SYNTHETIC reads `acceptance_length`.
     """
     if not runs_kernels(logits) or logits.dtype is torch.float64:
         return verify_sampled_reference(logits, batch, state, rule, acceptance_length, flags)
-    # Triton is imported where kernels run only.
+    # Triton is imported only where kernels run.
     from hydraspec_kernels.sampling.rejection.launches import verify_sampled_launches
 
     if flags.any_truncation:

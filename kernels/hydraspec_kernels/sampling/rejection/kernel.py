@@ -36,7 +36,7 @@ SYNTHETIC_RULE: tl.constexpr = tl.constexpr(int(Rule.SYNTHETIC))
 
 @triton.jit
 def _num_offered(drafts_ptr, samples_ptr, request, K: tl.constexpr):
-    """Drafts before the first missing one; none of a request that does not sample."""
+    """Number of drafts before the first missing one; 0 for a request that does not sample."""
     is_offered = tl.load(samples_ptr + request) != 0
     count = is_offered.to(tl.int32) * 0
     for j in tl.static_range(K):
@@ -47,7 +47,7 @@ def _num_offered(drafts_ptr, samples_ptr, request, K: tl.constexpr):
 
 @triton.jit
 def _running_ratio(running, p_of_draft_ptr, q_of_draft_ptr, at):
-    """r_i = min(r_{i-1} * p(x_i) / q(x_i), 1), and 0 where q(x_i) is."""
+    """Running ratio r_i = min(r_{i-1} * p(x_i) / q(x_i), 1), and 0 where q(x_i) is 0."""
     p, q = tl.load(p_of_draft_ptr + at), 1.0
     if q_of_draft_ptr is not None:
         q = tl.load(q_of_draft_ptr + at)
@@ -139,7 +139,7 @@ def accept(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many drafts of a request are accepted, under the rule of RULE."""
+    """Finds the number of accepted drafts of a request, and the next token's distribution."""
     start_next(PDL)
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)

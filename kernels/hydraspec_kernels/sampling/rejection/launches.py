@@ -31,12 +31,12 @@ class Given:
 
     @property
     def draft_width(self) -> int:
-        """V', the drafter's vocabulary."""
+        """Size V' of the drafter's vocabulary; V without draft_probs."""
         return self.logits.shape[1] if self.draft_probs is None else self.draft_probs.shape[2]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """B, K, V."""
+        """Sizes (B, K, V) of the batch."""
         return (*self.batch.draft_tokens.shape, self.logits.shape[1])
 
     def floats(self, *shape: int) -> Tensor:
@@ -49,7 +49,7 @@ class Given:
 
     @property
     def num_chunks(self) -> int:
-        """C, of a row."""
+        """Number C of chunks of a row."""
         return -(-self.logits.shape[1] // CHUNK)
 
 
@@ -68,7 +68,7 @@ class Statistics:
 
 @dataclass(slots=True, frozen=True)
 class Accepted:
-    """How many drafts are accepted, and which distribution the next token is drawn from."""
+    """Number of accepted drafts, and the distribution that the next token is drawn from."""
 
     count: Tensor  # [B] int32
     is_recovery: Tensor  # [B] int32
@@ -84,8 +84,8 @@ def verify_sampled_launches(
     *,
     is_truncated: bool = False,
 ) -> Verdict:
-    """See `rejection.verify_sampled`; rows are truncated already. `is_truncated`, known on the
-    host, saves work: most chunks of a row may have no mass.
+    """See `rejection.verify_sampled`; rows are truncated already. `is_truncated` (known on the
+    host) saves work, since most chunks of a truncated row may have no mass.
     """
     draft_probs, draft_index = state.draft_probs, None
     if batch.draft_tokens.shape[1] == 0 or rule is Rule.SYNTHETIC:
@@ -105,14 +105,14 @@ def verify_sampled_launches(
 
 
 def _places(draft_vocab_map: Tensor, vocab_size: int) -> Tensor:
-    """[V] int32: the place of each id in the map [V'], -1 where it is not there."""
+    """Place [V] int32 of each target id in the map [V']; -1 for ids that are not in the map."""
     places = draft_vocab_map.new_full((vocab_size,), -1, dtype=torch.int32)
     every = torch.arange(len(draft_vocab_map), dtype=torch.int32, device=places.device)
     return places.index_copy_(0, draft_vocab_map, every)
 
 
 def _check(g: Given) -> None:
-    """Rows of logits may be strided; all else is contiguous, and q has the target's width or an
+    """Asserts that all but rows of logits is contiguous, and that q has the target's width or an
     index."""
     assert g.logits.stride(1) == 1, g.logits.stride()
     b, s = g.batch, g.state
@@ -149,7 +149,9 @@ def _statistics(g: Given) -> Statistics:
 
 
 def _residuals(g: Given, s: Statistics, a: Accepted | None, is_truncated: bool) -> Tensor:
-    """[B, K, C] of the row that each request draws from; of all offered rows before acceptance."""
+    """Residual masses [B, K, C] of the row that each request draws from; before acceptance, of all
+    offered rows.
+    """
     (b, k, v), chunks, batch = g.sizes, g.num_chunks, g.batch
     residuals = g.floats(b, k, chunks)
     accepted, is_recovery, rows = (None, None, k) if a is None else (a.count, a.is_recovery, 1)

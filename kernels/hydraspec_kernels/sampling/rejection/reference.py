@@ -1,4 +1,4 @@
-"""Speculative sampling in plain torch: the specification of the kernels, and what runs on a CPU.
+"""Speculative sampling in plain torch: the specification of the kernels, which runs on a CPU.
 
 A step gives each request K drafts x_1..x_K, the target's distributions p_1..p_{K+1} (p_j at the row
 that predicts draft j, the last after all drafts) and the drafter's q_1..q_K. A draft of -1 is
@@ -28,7 +28,7 @@ from hydraspec_kernels.sampling.truncation.reference import target_probs
 
 
 class Rule(IntEnum):
-    """How drafts are accepted."""
+    """Rule by which drafts are accepted."""
 
     STANDARD = 0  # token by token
     BLOCK = 1  # the longest prefix that passes
@@ -51,14 +51,14 @@ class Trial:
 
     @property
     def num_offered(self) -> Tensor:
-        """[B]: drafts before the first missing one."""
+        """Number of drafts [B] before the first missing one."""
         return self.is_offered.sum(1)
 
     def p_and_q_of_drafts(self) -> tuple[Tensor, Tensor]:
-        """p_j(x_j) and q_j(x_j), [B, K] each.
+        """Probabilities p_j(x_j) and q_j(x_j) of the drafts, [B, K] each.
 
-        Drafts of greedy requests are argmaxes: a batch of such requests only leaves `q` stale.
-        Their p being one-hot, the residual is right whatever q holds.
+        Drafts of greedy requests are argmaxes with q = 1: steps with greedy requests alone do not
+        write `q`. Since p of greedy requests is one-hot, no value of `q` spoils the residual.
         """
         at = self.x.unsqueeze(-1)
         p = self.p[:, :-1].gather(-1, at).squeeze(-1)
@@ -70,10 +70,10 @@ class Trial:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Acceptance:
-    """How many drafts are accepted, and which distribution the next token is drawn from."""
+    """Number of accepted drafts, and the distribution that the next token is drawn from."""
 
     num_accepted: Tensor  # [B]
-    is_recovery: Tensor  # [B] bool: it is the residual norm(max(scale * p - q, 0)); else p
+    is_recovery: Tensor  # [B] bool: drawn from the residual norm(max(scale * p - q, 0)); else p
     scale: Tensor | None = None  # [B]; None: 1
 
 
@@ -98,7 +98,7 @@ def verify_sampled_reference(
 
 
 def accept_standard(trial: Trial) -> Acceptance:
-    """Token by token: accept x with probability min(1, p(x) / q(x)).
+    """Acceptance token by token: draft x passes with probability min(1, p(x) / q(x)).
 
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
     """
@@ -109,7 +109,7 @@ def accept_standard(trial: Trial) -> Acceptance:
 
 
 def accept_block(trial: Trial) -> Acceptance:
-    """Accept the longest prefix that passes.
+    """Acceptance of the longest prefix that passes.
 
     Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2. With the
     running ratio r_i = min(r_{i-1} * p_i(x_i) / q_i(x_i), 1), prefix i passes with probability
@@ -134,7 +134,7 @@ def accept_block(trial: Trial) -> Acceptance:
 
 
 def _pass_probability(trial: Trial, r: Tensor, num_offered: Tensor) -> Tensor:
-    """[B, K]: probability that the prefix of length 1..K passes. r [B, K+1] are r_0..r_K."""
+    """Probability [B, K] that the prefix of length 1..K passes; r [B, K+1] are r_0..r_K."""
     ends = r[:, 1:]
     surplus = torch.zeros_like(ends)
     if ends.shape[1] > 1:
@@ -154,8 +154,8 @@ def _pass_probability(trial: Trial, r: Tensor, num_offered: Tensor) -> Tensor:
 
 
 def accept_synthetic(trial: Trial, acceptance_length: float) -> Acceptance:
-    """Accept by a fixed mean length, bonus included, whatever the drafts are: for benchmarks. The
-    next token is a sample of the target.
+    """Acceptance by a fixed mean length, bonus included, whatever the drafts are: for benchmarks.
+    The next token is a sample of the target.
     """
     index = torch.arange(trial.x.shape[1], device=trial.x.device)
     rate = (acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
@@ -168,7 +168,7 @@ def accept_synthetic(trial: Trial, acceptance_length: float) -> Acceptance:
 def _trial(
     logits: Tensor, batch: VerifiedBatch, state: SlotSampling, flags: SamplingFlags
 ) -> Trial:
-    """Gather each request's rows and turn them into distributions."""
+    """Gathers each request's rows and turns them into distributions."""
     slots, (num_requests, num_rows) = batch.slots, batch.verify_rows.shape
     rows = logits.index_select(0, batch.verify_rows.flatten())
 
@@ -200,7 +200,7 @@ def _trial(
 
 
 def _draft_probs(batch: VerifiedBatch, state: SlotSampling, vocab_size: int) -> Tensor | None:
-    """[B, K, V] that drafts were sampled from; None if they are certain."""
+    """Distributions [B, K, V] that drafts were sampled from; None if drafts are certain."""
     num_drafts = batch.draft_tokens.shape[1]
     if state.draft_probs is None or num_drafts == 0:
         return None
@@ -214,7 +214,7 @@ def _draft_probs(batch: VerifiedBatch, state: SlotSampling, vocab_size: int) -> 
 
 
 def _next_token(trial: Trial, acceptance: Acceptance, num_accepted: Tensor) -> Tensor:
-    """[B] the token after the accepted drafts, drawn from the residual or from p."""
+    """The token [B] after the accepted drafts, drawn from the residual or from p."""
     recovery = acceptance.is_recovery.unsqueeze(1)
     request = torch.arange(num_accepted.shape[0], device=num_accepted.device)
     p = trial.p[request, num_accepted]
@@ -238,7 +238,7 @@ def _next_token(trial: Trial, acceptance: Acceptance, num_accepted: Tensor) -> T
 
 
 def _verdict(trial: Trial, num_accepted: Tensor, token: Tensor, batch: VerifiedBatch) -> Verdict:
-    """Accepted drafts, then the next token, then -1."""
+    """The verdict: its tokens are the accepted drafts, then the next token, then -1."""
     last = num_accepted.unsqueeze(1)
     column = torch.arange(trial.p.shape[1], device=last.device)
     tokens = torch.nn.functional.pad(trial.x, (0, 1)).scatter(1, last, token.unsqueeze(1))

@@ -61,7 +61,7 @@ def chunk_statistics(
 
 @triton.jit
 def q_of(token, is_token, draft_probs_ptr, draft_index_ptr, place, draft_width):
-    """q of target tokens; 0 outside the drafter's vocabulary."""
+    """Draft probability q of target tokens; 0 outside the drafter's vocabulary."""
     if draft_index_ptr is not None:
         token = tl.load(draft_index_ptr + token, mask=is_token, other=-1)
         is_token = token >= 0
@@ -117,7 +117,7 @@ def row_statistics(
         if temperature > 0:
             masses = tl.load(masses_ptr + at, mask=is_chunk, other=0.0)
             mass = tl.sum(masses * softmax_weights(peaks, peak, temperature), 0)
-            mass = tl.where(mass > 0, mass, 1.0)  # 0 where nothing is allowed
+            mass = tl.where(mass > 0, mass, 1.0)  # 0 if all tokens are cut off
             tl.store(mass_ptr + place, mass)
             x = finite(tl.load(logits_ptr + row * row_stride + draft))
             p = softmax_weights(x, peak, temperature) / mass

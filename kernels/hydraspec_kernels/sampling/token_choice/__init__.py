@@ -31,7 +31,7 @@ def greedy_tokens(logits: Tensor, *, marks_not_finite: bool = False) -> Tensor:
     With `marks_not_finite`, a row whose maximum is NaN or infinite gives ~token, which is negative.
     """
     if runs_kernels(logits) and logits.dtype is not torch.float64:
-        # Triton is imported where kernels run only.
+        # Triton is imported only where kernels run.
         from hydraspec_kernels.sampling.token_choice.kernel import greedy_tokens_kernel
 
         return greedy_tokens_kernel(logits, marks_not_finite=marks_not_finite)
@@ -53,8 +53,8 @@ def greedy_candidates(logits: Tensor, first: int, num_tokens: int) -> Tensor:
 
 
 def best_candidates(candidates: Tensor, *, marks_not_finite: bool = False) -> Tensor:
-    """`greedy_tokens` [N] of whole rows, from every rank's candidates [size, 2, N, C] in the order
-    of their tokens.
+    """The argmax [N] of whole rows as `greedy_tokens` gives it, from every rank's candidates
+    [size, 2, N, C] in the order of their tokens.
     """
     if runs_kernels(candidates) and candidates.dtype is not torch.float64:
         from hydraspec_kernels.sampling.token_choice.kernel import best_candidates_kernel

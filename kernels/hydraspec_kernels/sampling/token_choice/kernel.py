@@ -115,7 +115,7 @@ def best_of_rows(best: Tensor, ids: Tensor, *, marks_not_finite: bool = False) -
 
 
 def blocks_per_chunk(num_rows: int, vocab_size: int) -> int:
-    """Blocks that one program reads: two where rows fill the device."""
+    """Number of blocks that one program reads: two where rows fill the device."""
     return 2 if num_rows * triton.cdiv(vocab_size, BLOCK) >= 4096 else 1
 
 
@@ -129,14 +129,14 @@ def greedy_tokens_kernel(logits: Tensor, *, marks_not_finite: bool = False) -> T
 
 
 def greedy_candidates_kernel(logits: Tensor, first: int, num_tokens: int) -> Tensor:
-    """See `token_choice.greedy_candidates`. Chunks of a row; ids are the bits of int32."""
+    """See `token_choice.greedy_candidates`. A row has C chunks; ids are stored as bits of int32."""
     found = torch.empty(2, *_chunks_of_rows(logits), dtype=torch.float32, device=logits.device)
     _find_best_of_chunks(found[0], found[1].view(torch.int32), logits, first, num_tokens)
     return found
 
 
 def _chunks_of_rows(logits: Tensor) -> tuple[int, int]:
-    """Rows, and chunks of each."""
+    """Number of rows, and number of chunks of a row."""
     n, num_columns = logits.shape
     return n, triton.cdiv(num_columns, blocks_per_chunk(n, num_columns) * BLOCK)
 
@@ -144,7 +144,7 @@ def _chunks_of_rows(logits: Tensor) -> tuple[int, int]:
 def _find_best_of_chunks(
     best: Tensor, ids: Tensor, logits: Tensor, first: int, num_tokens: int
 ) -> None:
-    """best and ids [N, C] of the first num_tokens columns, whose tokens start at `first`."""
+    """Fills best and ids [N, C] of the first num_tokens columns, whose tokens start at `first`."""
     n, chunks = best.shape
     assert logits.stride(1) == 1, logits.stride()
     if n == 0:
@@ -171,27 +171,27 @@ def race(weights, key, ids, FIRST: tl.constexpr = 0):
 
 @triton.jit
 def finite(x):
-    """float32 without NaN and infinity, which count as the largest number; -inf stays."""
+    """Numbers in float32 without NaN and infinity, which become the largest number; -inf stays."""
     x = x.to(tl.float32)
     return tl.where(x < LARGEST, x, LARGEST)
 
 
 @triton.jit
 def is_finite_peak(peak):
-    """Returns whether the largest of numbers that `finite` gave stands for a finite largest
+    """Returns whether `peak`, the largest of some results of `finite`, stands for a finite
     number."""
     return (peak > -float("inf")) & (peak < LARGEST)
 
 
 @triton.jit
 def sharpness_of(temperature):
-    """log2(e) / temperature, up to the largest float32: exp(x / temperature) is exp2(x * it)."""
+    """Factor s = log2(e) / temperature, at most LARGEST: exp2(x * s) is exp(x / temperature)."""
     return tl.minimum(LOG2_E / temperature, LARGEST)
 
 
 @triton.jit
 def softmax_weights(x, peak, temperature):
-    """exp((x - peak) / temperature) of finite x up to peak; 1 at the peak however small the
+    """Weights exp((x - peak) / temperature) of finite x up to peak; 1 at the peak however small the
     temperature.
     """
     sharpness = sharpness_of(temperature)
@@ -209,7 +209,7 @@ def store_statistics(
     temperature,
     is_chunk,  # [n]
 ):
-    """Peak, and mass or argmax, of n chunks of a row."""
+    """Stores peak, and mass or argmax, of n chunks of a row."""
     peak = tl.max(x, 1)
     tl.store(peaks_ptr + at, peak, mask=is_chunk)
     if temperature > 0:
@@ -298,7 +298,7 @@ def _draw_of_rows(
             masses *= softmax_weights(peaks, peak, temperature)
             mass = tl.sum(masses, 0)
             tl.store(peak_ptr + row, peak)
-            tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0: nothing is allowed
+            tl.store(mass_ptr + row, tl.where(mass > 0, mass, 1.0))  # 0 if all tokens are cut off
             _, found = race(masses, key, chunk, FIRST_CHUNK)
             token = found * CHUNK + tl.arange(0, CHUNK)
             x = tl.load(values_ptr + token, mask=token < vocab_size, other=-float("inf"))
@@ -323,7 +323,7 @@ def _probabilities(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """softmax(logits / temperature), one-hot at the token of a greedy row."""
+    """Distribution softmax(logits / temperature), one-hot at the token of a greedy row."""
     start_next(PDL)
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -366,8 +366,8 @@ def sample_with_probs_kernel(
 def _draw(
     values: Tensor, temperature: Tensor | None, key: DrawKey, shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [N], and of rows of logits their peak and mass [N]; `shape` is what the parts of the
-    key are expanded to, of N entries."""
+    """Tokens [N], and for logits (temperature given) each row's peak and mass [N]; the parts of the
+    key are expanded to `shape`, which has N entries."""
     n, vocab_size = values.shape
     assert values.stride(1) == 1, values.stride()
     chunks, dtype = triton.cdiv(vocab_size, CHUNK), torch.float32

@@ -28,7 +28,7 @@ def greedy_tokens_reference(logits: Tensor, *, marks_not_finite: bool = False) -
 
 
 def greedy_candidates_reference(logits: Tensor, first: int, num_tokens: int) -> Tensor:
-    """See `token_choice.greedy_candidates`: one of each row; a rank without tokens has -inf."""
+    """See `token_choice.greedy_candidates`. C is 1; a rank without tokens has the value -inf."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if num_tokens == 0:
         return wide.new_tensor([-math.inf, first]).view(2, 1, 1).repeat(1, len(logits), 1)
@@ -62,7 +62,7 @@ def draw_tokens_reference(weights: Tensor, key: DrawKey) -> Tensor:
 
 
 def _winner(weights: Tensor, draws: Tensor) -> Tensor:
-    """argmax of weights / draws; overwrites the draws."""
+    """Argmax of weights / draws; overwrites the draws."""
     return torch.div(weights, draws, out=draws).argmax(-1)
 
 

@@ -18,14 +18,14 @@ __all__ = ["kth_largest", "target_probs", "truncate_", "truncate_reference"]
 
 
 def truncate_(logits: Tensor, batch: VerifiedBatch, state: SlotSampling) -> None:
-    """Write -inf over what is cut off of the rows of logits [N, V] that requests need: the first
-    num_drafts + 1 of each request that samples. Rows of temperature 0 stay as they are.
+    """Writes -inf over tokens that are cut off in the rows of logits [N, V] that requests need: the
+    first num_drafts + 1 of each request that samples. Rows of temperature 0 stay as they are.
 
-    Only where kernels run. Masses are summed in another order than the reference's: where the mass
-    of a set of tokens is top_p up to rounding (of float32, 1e-5 of the whole at most), the kernels
-    may keep one token more or fewer.
+    It needs a device that runs kernels. Masses are summed in another order than the reference's:
+    where the mass of a set of tokens is top_p up to rounding (of float32, 1e-5 of the whole at
+    most), the kernels may keep one token more or fewer.
     """
-    # Triton is imported where kernels run only.
+    # Triton is imported only where kernels run.
     from hydraspec_kernels.sampling.truncation.launches import truncate_launches
 
     truncate_launches(logits, batch, state)

@@ -35,13 +35,13 @@ TIE_SLACK: tl.constexpr = tl.constexpr(2.0**-21)
 
 @triton.jit
 def scaled(x, peak, temperature):
-    """(x - peak) / temperature, rounded as torch rounds it, so that ties are the same."""
+    """Scaled logit (x - peak) / temperature, rounded as in torch, so that ties are the same."""
     return tl.div_rn(x - peak, temperature)
 
 
 @triton.jit
 def weight_of(key, peak, sharpness, SHIFT: tl.constexpr):
-    """exp((x - peak) / temperature) of the logit x that has the key."""
+    """Weight exp((x - peak) / temperature) of the logit x that has the key."""
     return tl.exp2((value_of(key, SHIFT) - peak) * sharpness)
 
 
@@ -50,7 +50,7 @@ def _truncation(
     num_drafts_ptr, samples_ptr, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     request, j,
 ):  # fmt: skip
-    """temperature, top_k, top_p, min_p of a row, and whether it is needed and truncated."""
+    """Temperature, top_k, top_p, min_p of a row, and whether it is needed and truncated."""
     slot = tl.load(slots_ptr + request)
     temperature = tl.load(temperature_ptr + slot)
     top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)

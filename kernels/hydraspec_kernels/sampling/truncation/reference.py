@@ -3,7 +3,7 @@
 Definitions and order are those of transformers' logits warpers. top_k keeps the k largest and all
 ties of the k-th; top_p keeps the smallest set of largest tokens whose mass, after top_k, reaches
 top_p (ties: lower ids first), at least one; min_p drops tokens less probable than min_p times the
-best. 0, 1 and 0 turn them off. Letters: N rows, V vocabulary.
+best. top_k 0, top_p 1 and min_p 0 are off. Letters: N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def target_probs(
 
 
 def truncate_reference(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Logits [N, V] with -inf at what is cut off; rows of temperature 0 stay as they are."""
+    """Logits [N, V] with -inf at tokens that are cut off; rows of temperature 0 stay the same."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = _scaled(wide, sampling.temperature)
     scaled = _truncate_top_k_top_p(scaled, sampling.top_k, sampling.top_p)
@@ -49,8 +49,8 @@ def truncate_reference(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - peak) / temperature; temperature 0 counts as 1. Centred before dividing: a tiny
-    temperature then underflows to 0 instead of giving NaN.
+    """Scaled logits (logits - peak) / temperature; temperature 0 counts as 1. The peak is taken off
+    before dividing, so that weights at a tiny temperature underflow to 0 instead of being NaN.
     """
     divisor = torch.where(temperature <= 0, 1.0, temperature).unsqueeze(-1)
     return (logits - logits.amax(-1, keepdim=True)).div_(divisor)
@@ -61,14 +61,14 @@ def _is_below_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
 
 
 def kth_largest(descending: Tensor, top_k: Tensor) -> Tensor:
-    """[N, 1], the top_k-th value of each sorted row [N, V]; the last one where top_k is off."""
+    """The top_k-th value [N, 1] of each sorted row [N, V]; the last value where top_k is off."""
     vocab_size = descending.shape[-1]
     rank = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size) - 1
     return descending.gather(-1, rank.unsqueeze(-1))
 
 
 def _truncate_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scaled logits [N, V] with -inf at what top_k and then top_p cut off."""
+    """Scaled logits [N, V] with -inf at tokens that top_k and then top_p cut off."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill_(ordered < kth_largest(ordered, top_k), -torch.inf)
     mass = ordered.softmax(-1)

@@ -14,13 +14,13 @@ __all__ = ["commit_tokens", "store_drafts", "verify_prefix", "verify_synthetic"]
 
 
 def verify_prefix(choices: Tensor, batch: VerifiedBatch) -> Verdict:
-    """Accept drafts while they equal the target's choice, then emit the choice that follows them.
+    """Accepts drafts while they equal the target's choice, then emits the next choice.
 
     choices [N] are the target's tokens, ~token if the row's logits are not finite: such a choice
     accepts no draft.
     """
     if runs_kernels(choices):
-        # Triton is imported where kernels run only.
+        # Triton is imported only where kernels run.
         from hydraspec_kernels.sampling.verification.kernel import verify_prefix_kernel
 
         return verify_prefix_kernel(choices, batch)
@@ -30,8 +30,8 @@ def verify_prefix(choices: Tensor, batch: VerifiedBatch) -> Verdict:
 def verify_synthetic(
     choices: Tensor, batch: VerifiedBatch, seed: Tensor, acceptance_length: float
 ) -> Verdict:
-    """Accept draft j with probability min(1, max(0, acceptance_length - 1 - j)) whatever it is,
-    then emit the choice that follows the accepted drafts. choices as above, seed [S].
+    """Accepts any draft j with probability min(1, max(0, acceptance_length - 1 - j)), then emits
+    the choice after the accepted drafts. choices are as in `verify_prefix`; seed [S].
     """
     if runs_kernels(choices):
         from hydraspec_kernels.sampling.verification.kernel import verify_synthetic_kernel
@@ -41,7 +41,7 @@ def verify_synthetic(
 
 
 def commit_tokens(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) -> None:
-    """Write a verdict into the state: its tokens after the computed ones of requests that sample,
+    """Writes a verdict into the state: its tokens after the computed ones of requests that sample,
     then the new computed count.
 
     Entries of -1 after the emitted tokens are written too: drafts, or the next step, overwrite
@@ -57,7 +57,7 @@ def commit_tokens(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) ->
 
 
 def store_drafts(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> None:
-    """Write drafts [B, K] after each request's newest sampled token, where the next step's rows
+    """Writes drafts [B, K] after each request's newest sampled token, where the next step's rows
     read them. Requests that do not sample keep their tokens.
     """
     check_contiguous(state.token_ids, state.num_computed, batch.slots, batch.samples, tokens)

@@ -122,7 +122,7 @@ def _write_tokens(
     token_ids_ptr, columns, slot, first, tokens_ptr, request, writes, COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """token_ids[slot, first + j] = tokens[request, j], j < COUNT, of the requests that write."""
+    """Sets token_ids[slot, first + j] = tokens[request, j], j < COUNT, of requests that write."""
     j = tl.arange(0, WIDTH)[None, :]
     writes = writes[:, None] & (j < COUNT)
     token = tl.load(tokens_ptr + request[:, None] * COUNT + j, mask=writes, other=-1)
@@ -160,7 +160,7 @@ def _commit_tokens(
 
 
 def commit_tokens_kernel(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) -> None:
-    """See `verification.commit_tokens`; the last column is left alone."""
+    """See `verification.commit_tokens`; the last column is not written."""
     token_ids, tokens = state.token_ids, verdict.tokens
     step = (batch.slots, batch.seq_lens, batch.num_drafts, batch.samples.view(torch.int8))
     b, count = tokens.shape
@@ -196,7 +196,7 @@ def _store_drafts(
 
 
 def store_drafts_kernel(state: SlotTokens, batch: CommittedBatch, tokens: Tensor) -> None:
-    """See `verification.store_drafts`; the last column is left alone."""
+    """See `verification.store_drafts`; the last column is not written."""
     token_ids, samples = state.token_ids, batch.samples.view(torch.int8)
     b, count = tokens.shape
     if count == 0:

@@ -1,4 +1,4 @@
-"""Verification by choices, and writing into the state, in plain torch: what runs on a CPU.
+"""Verification by choices, and writing into the state, in plain torch, as it runs on a CPU.
 
 Letters: S slots, L columns, N rows with a choice, B requests, K drafts.
 """
@@ -13,8 +13,8 @@ from hydraspec_kernels.sampling.records import CommittedBatch, SlotTokens, Verdi
 
 
 def verify_prefix_reference(choices: Tensor, batch: VerifiedBatch) -> Verdict:
-    """See `verification.verify_prefix`. Few operations, because on a CPU each costs as much as
-    the arithmetic.
+    """See `verification.verify_prefix`. It has few operations, because on a CPU each costs as much
+    as its arithmetic.
     """
     choices = choices.take(batch.verify_rows)
     broken = choices < 0
@@ -41,9 +41,9 @@ def verify_synthetic_reference(
 
 
 def _emit(tokens: Tensor, accepted: Tensor, broken: Tensor, batch: VerifiedBatch) -> Verdict:
-    """The verdict, if token 0 is emitted whenever the request samples, and token j+1 if draft j is
-    accepted and token j is emitted. broken [B, K+1]: the tokens that are ~token; no draft there is
-    accepted, so only the last emitted one can be.
+    """The verdict. Token 0 is emitted if the request samples, and token j+1 if draft j is accepted
+    and token j is emitted. broken [B, K+1] marks tokens that are given as ~token; no draft is
+    accepted there, so that only the last emitted token can be broken.
     """
     emitted = torch.cat([batch.samples.unsqueeze(1), accepted], 1).cummin(1).values
     num_sampled = emitted.sum(1)
@@ -69,8 +69,8 @@ def store_drafts_reference(state: SlotTokens, batch: CommittedBatch, tokens: Ten
 
 
 def _write_tokens(token_ids: Tensor, batch: CommittedBatch, first: Tensor, tokens: Tensor) -> None:
-    """token_ids[slot, first + j] = tokens[:, j] for requests that sample; the others write the
-    last column.
+    """Sets token_ids[slot, first + j] = tokens[:, j] for requests that sample; other requests write
+    to the last column.
     """
     columns = token_ids.shape[1]
     offsets = torch.arange(tokens.shape[1], device=tokens.device)
