@@ -49,19 +49,23 @@ def page_of(result: Json) -> str:
 def study_of(result: Json) -> Study:
     """The content of doctor.json as blocks."""
     kind, to_do = VERDICTS[result["verdict"]]
+    figures = result["figures"]  # null for a head whose parts cannot be changed
+    if figures is None:
+        to_do = "Run it beside method=none: python -m hydraspec with the same keys."
     remedies = [f"{row['remedy'][:1].upper()}{row['remedy'][1:]}." for row in result["causes"]]
     made = [
         _lengths(result),
-        _by_step(result),
+        None if figures is None else _by_step(result),
         _causes(result),
         _evidence(result),
-        *accepted.part_blocks(result["figures"]),
+        *accepted.part_blocks(figures or {}),
         *_tried(result),
         _drafter(result),
     ]
     return Study(
         question=f"Is the {result['method']} drafter of {result['target']} sound?",
-        facts=f"drafter {result['drafter']}, K={result['num_speculative_tokens']}, "
+        facts=f"drafter {result['drafter'] or 'without a folder'}, "
+        f"K={result['num_speculative_tokens']}, "
         f"{result['num_texts']} answers, {result['num_starts']:,} places to draft from",
         verdicts=[
             Verdict(
@@ -83,13 +87,16 @@ def _lengths(result: Json) -> Block | None:
     if result["causes"]:
         found.append(("with the causes repaired", repaired, EXPECTED))
     found.append(("expected", result["expected_acceptance_length"], EXPECTED))
-    top = result["figures"]["ceilings"]
-    found += [(words, top[key], BOUND) for key, words in CEILINGS.items()]
+    if result["figures"] is not None:
+        top = result["figures"]["ceilings"]
+        found += [(words, top[key], BOUND) for key, words in CEILINGS.items()]
     bars = [
         Bar(label=label, value=value, text=number(value), color=color)
         for label, value, color in found
         if value is not None
     ]
+    if not bars:
+        return None
     share = result["draft_share_of_step"]
     drafting = "" if share is None else f" Drafting takes {percent(share)} of a decode step."
     return Block(
@@ -205,10 +212,10 @@ def _tried(result: Json) -> Iterator[Block]:
         )
 
 
-def _drafter(result: Json) -> Block:
+def _drafter(result: Json) -> Block | None:
     """The drafter's conventions in words, and tensors of its files that were not read."""
     unread = (result["tensors"] or {}).get("unread") or []
     said = list(result["drafter_in_words"])
     if unread:
         said.append(f"Tensors of its files that are not read: {', '.join(unread)}.")
-    return Block(title="The drafter as it is read", sentences=said)
+    return Block(title="The drafter as it is read", sentences=said) if said else None
