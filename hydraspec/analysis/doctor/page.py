@@ -33,7 +33,6 @@ VERDICTS: dict[str | None, tuple[Kind, str]] = {
     ),
     None: ("", "Give more prompts that the target answers (workload.limit, workload.path)."),
 }
-NO_PARTS = "Compare runs of its checkpoints: the doctor cannot change the parts of such a head."
 CEILINGS = {
     "oracle_features": "with the target's own states",
     "top_5": "if any of its best 5 counted",
@@ -50,22 +49,23 @@ def page_of(result: Json) -> str:
 def study_of(result: Json) -> Study:
     """The content of doctor.json as blocks."""
     kind, to_do = VERDICTS[result["verdict"]]
-    figures = result["figures"]
+    figures = result["figures"]  # null for a head whose parts cannot be changed
     if figures is None:
-        to_do = NO_PARTS
+        to_do = "Run it beside method=none: python -m hydraspec with the same keys."
     remedies = [f"{row['remedy'][:1].upper()}{row['remedy'][1:]}." for row in result["causes"]]
     made = [
         _lengths(result),
-        None if figures is None else _by_step(figures),
+        None if figures is None else _by_step(result),
         _causes(result),
         _evidence(result),
-        *(accepted.part_blocks(figures) if figures else ()),
+        *accepted.part_blocks(figures or {}),
         *_tried(result),
         _drafter(result),
     ]
     return Study(
         question=f"Is the {result['method']} drafter of {result['target']} sound?",
-        facts=f"drafter {result['drafter']}, K={result['num_speculative_tokens']}, "
+        facts=f"drafter {result['drafter'] or 'without a folder'}, "
+        f"K={result['num_speculative_tokens']}, "
         f"{result['num_texts']} answers, {result['num_starts']:,} places to draft from",
         verdicts=[
             Verdict(
@@ -87,13 +87,16 @@ def _lengths(result: Json) -> Block | None:
     if result["causes"]:
         found.append(("with the causes repaired", repaired, EXPECTED))
     found.append(("expected", result["expected_acceptance_length"], EXPECTED))
-    if (figures := result["figures"]) is not None:
-        found += [(words, figures["ceilings"][key], BOUND) for key, words in CEILINGS.items()]
+    if result["figures"] is not None:
+        top = result["figures"]["ceilings"]
+        found += [(words, top[key], BOUND) for key, words in CEILINGS.items()]
     bars = [
         Bar(label=label, value=value, text=number(value), color=color)
         for label, value, color in found
         if value is not None
     ]
+    if not bars:
+        return None
     share = result["draft_share_of_step"]
     drafting = "" if share is None else f" Drafting takes {percent(share)} of a decode step."
     return Block(
@@ -105,8 +108,8 @@ def _lengths(result: Json) -> Block | None:
     )
 
 
-def _by_step(figures: Json) -> Block:
-    steps = figures["by_step"]
+def _by_step(result: Json) -> Block:
+    steps = result["figures"]["by_step"]
     series = [
         Series(name="the best draft", color=COLOR, values=[step["top_1"] for step in steps]),
         Series(
@@ -209,10 +212,10 @@ def _tried(result: Json) -> Iterator[Block]:
         )
 
 
-def _drafter(result: Json) -> Block:
+def _drafter(result: Json) -> Block | None:
     """The drafter's conventions in words, and tensors of its files that were not read."""
     unread = (result["tensors"] or {}).get("unread") or []
     said = list(result["drafter_in_words"])
     if unread:
         said.append(f"Tensors of its files that are not read: {', '.join(unread)}.")
-    return Block(title="The drafter as it is read", sentences=said)
+    return Block(title="The drafter as it is read", sentences=said) if said else None

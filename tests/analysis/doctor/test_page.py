@@ -57,6 +57,16 @@ def test_each_verdict_says_what_to_do(
     assert "fc.weight" in check_page(page_of(result)).text
 
 
+def test_a_head_of_which_nothing_could_be_tried(result: dict[str, Any]) -> None:
+    """Figures, tensors and folder are null, as of another package's head."""
+    result |= {"verdict": None, "causes": [], "rounds": [], "prompts": [], "drafter": None}
+    result |= {"figures": None, "tensors": None, "best_acceptance": None, "drafter_in_words": []}
+    for acceptance in (1.8, None):
+        text = check_page(page_of(result | {"acceptance": acceptance})).text
+        assert "Run it beside method=none" in text
+        assert ("Acceptance length" in text) == (acceptance is not None)
+
+
 def test_what_files_say_is_escaped(result: dict[str, Any]) -> None:
     name = "<script>alert(1)</script>"
     result |= {"drafter": name, "sentence": name, "warnings": [name]}
