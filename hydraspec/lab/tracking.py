@@ -70,7 +70,7 @@ def record_sweep(config: RunConfig, made: Study, runs: Runs, folder: Path, *, gr
         group=group,
         job_type="summary",
         tags=tuple(config.tracker.tags),
-        notes=config.tracker.notes or "\n".join(verdict.sentence for verdict in made.verdicts),
+        notes=config.tracker.notes or "\n".join(verdict.text for verdict in made.verdicts),
     )
     sink = WandbSink(options, folder, {"question": made.question, "num_jobs": len(runs.jobs)})
     with closing(sink):

@@ -336,7 +336,7 @@ def _are_ranked(found: Comparison) -> bool:
     """Returns whether the tables of the rankings have all rows with their figures."""
     ranked = [run.folder for group in found.groups for one in group.jobs for run in one.job.runs]
     has_latencies = any(row.summary.get("request_rate") is not None for row in found.rows)
-    return len(ranked) == len(found.rows) and not has_latencies
+    return len(ranked) == len(found.rows) and not has_latencies and not found.skipped
 
 
 def _as_study(found: Comparison, folder: Path) -> Study:
