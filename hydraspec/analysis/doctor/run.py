@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydraspec.analysis.doctor import console, parts, tensors, words
-from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried, diagnose
+from hydraspec.analysis.doctor import console, words
+from hydraspec.analysis.doctor.conclusion import conclude
+from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried
 from hydraspec.analysis.doctor.expected import Expected, of_card
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
 from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
 from hydraspec.analysis.doctor.scores import Scores, score
-from hydraspec.analysis.doctor.verdict import Damage, Judgement, evidence, judge, sentence
+from hydraspec.analysis.doctor.verdict import Judgement, evidence, sentence
 from hydraspec.analysis.doctor.words import Files
 from hydraspec.config import to_dict
 from hydraspec.config.own_drafter import check_own_drafter
@@ -141,28 +142,19 @@ def _examined(
             "workload: the target answers none of its prompts with two tokens or more, so there is "
             "nothing to draft; give prompts that it answers, through its chat template (messages)"
         )
-    diagnosis = diagnose(trial, texts, patient.target, patient.k, on_variant=on_variant)
     expected = None if files is None else of_card(Path(files.folder), patient.k)
+    found = conclude(patient, trial, texts, expected=expected, on_variant=on_variant)
     return Examination(
         patient=patient,
         files=files,
-        diagnosis=diagnosis,
-        judgement=judge(
-            diagnosis, expected, lambda: damage_of(trial, texts, diagnosis.base, patient.k)
-        ),
+        diagnosis=found.diagnosis,
+        judgement=found.judgement,
         expected=expected,
         first=first,
         texts=texts,
         prompted=prompted,
         draft_share=_draft_share(patient, requests),
     )
-
-
-def damage_of(trial: Trial, texts: Texts, base: Scores, k: int) -> Damage:
-    """What the weights of a head show: by themselves, and by what drafts are without them."""
-    weights = parts.weights_of(trial.head)
-    found = parts.effects(trial.head, base, lambda: score(trial, texts, k), weights)
-    return Damage(oddities=tensors.oddities(weights), effects=parts.damaged(list(found)))
 
 
 def other_wordings(

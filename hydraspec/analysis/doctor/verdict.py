@@ -31,6 +31,7 @@ class Damage:
 
     oddities: list[Oddity] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
+    is_examined: bool = False
 
     @property
     def certain(self) -> list[Oddity]:

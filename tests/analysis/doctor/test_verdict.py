@@ -12,10 +12,10 @@ import torch
 from planted_faults import Bed, bed
 from torch import Tensor
 
+from hydraspec.analysis.doctor.conclusion import damage_of
 from hydraspec.analysis.doctor.diagnosis import diagnose
 from hydraspec.analysis.doctor.expected import Expected, of_card
 from hydraspec.analysis.doctor.parts import module_of, replaced, weights_of
-from hydraspec.analysis.doctor.run import damage_of
 from hydraspec.analysis.doctor.scores import score
 from hydraspec.analysis.doctor.tensors import oddities
 from hydraspec.analysis.doctor.verdict import Damage, judge
