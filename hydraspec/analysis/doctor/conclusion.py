@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydraspec.analysis.doctor import parts, tensors
+import torch
+
+from hydraspec.analysis.doctor import tensors
 from hydraspec.analysis.doctor.diagnosis import Diagnosis, diagnose
-from hydraspec.analysis.doctor.expected import Expected
+from hydraspec.analysis.doctor.expected import Expected, usual
+from hydraspec.analysis.doctor.parts import weights_of
 from hydraspec.analysis.doctor.patient import Patient
-from hydraspec.analysis.doctor.scores import Scores, score
-from hydraspec.analysis.doctor.verdict import Damage, Judgement, judge, sentence
+from hydraspec.analysis.doctor.retraining import Retrained, retrained
+from hydraspec.analysis.doctor.verdict import Judgement, judge, sentence
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 
@@ -40,28 +43,26 @@ def conclude(
     known: Conclusion | None = None,
     on_variant: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conclusion:
-    """Examine a trial of the patient's drafter. `known`: of the same trial, with another
+    """Examine a trial of the patient's drafter. Where its own acceptance length is not known,
+    what its method usually reaches is expected. `known`: of the same trial, with another
     expectation; what it found is not computed again.
     """
+    k, target = patient.k, patient.target
+    expected = expected or usual(patient.config.method.name, k, certainty(texts))
     if known is None:
-        diagnosis = diagnose(trial, texts, patient.target, patient.k, on_variant=on_variant)
+        diagnosis = diagnose(trial, texts, target, k, patient=patient, on_variant=on_variant)
+        oddities = tensors.oddities(weights_of(trial.head))
+        parts: list[Retrained] = []
     else:
-        diagnosis = known.diagnosis
-
-    def damage() -> Damage:
-        if known is not None and known.judgement.damage.is_examined:
-            return known.judgement.damage
-        return damage_of(trial, texts, diagnosis.base, patient.k)
-
-    return Conclusion(
-        diagnosis=diagnosis, judgement=judge(diagnosis, expected, damage), expected=expected
+        diagnosis, damage = known.diagnosis, known.judgement.damage
+        oddities, parts = damage.oddities, damage.parts
+    judgement = judge(
+        diagnosis, expected, oddities, lambda: parts or retrained(trial, target, texts, k)
     )
+    return Conclusion(diagnosis=diagnosis, judgement=judgement, expected=expected)
 
 
-def damage_of(trial: Trial, texts: Texts, base: Scores, k: int) -> Damage:
-    """What the weights of a head show: by themselves, and by what drafts are without them."""
-    weights = parts.weights_of(trial.head)
-    found = parts.effects(trial.head, base, lambda: score(trial, texts, k), weights)
-    return Damage(
-        oddities=tensors.oddities(weights), effects=parts.damaged(list(found)), is_examined=True
-    )
+def certainty(texts: Texts) -> float:
+    """The mean probability of the target's best token where a chain starts."""
+    found: torch.Tensor = texts.target.probs[texts.chains.row + 1, 0]
+    return float(found.mean())
