@@ -108,6 +108,7 @@ def drawn(place: Ward, family: str, folder: Path, seed: tuple[int, ...]) -> tupl
         damage = draw_weight_fault(files, seed)
         files.write(folder)
         row: Row = {"says": f"{', '.join(damage.names)}: {damage.says}"}
+        row["names"] = [hugging_face_name(name).removeprefix("model.") for name in damage.names]
         row["modules"] = sorted({module(name) for name in damage.names})
         row["causes"] = equal_conventions(damage.names)
         return row, None
@@ -117,12 +118,10 @@ def drawn(place: Ward, family: str, folder: Path, seed: tuple[int, ...]) -> tupl
 
 def module(name: str) -> str:
     """The part of a head that a tensor belongs to. The final norm and what reads it are one."""
-    if ".attention." in name or ".feed_forward." in name or "_norm" in name:
-        name = hugging_face_name(name)
-    if name.startswith("eagle_linear"):
-        name = "fc.weight"
-    found = module_of(name.removeprefix("model.")).removeprefix("model.")
-    return "lm_head" if found in ("norm", "embed_tokens", "post_projection") else found
+    name = hugging_face_name(name)
+    is_tied = name.startswith("model.embed_tokens")  # an assistant's output projection
+    found = module_of(name.removeprefix("model."))
+    return "lm_head" if is_tied or found in ("norm", "post_projection") else found
 
 
 def equal_conventions(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -139,7 +138,7 @@ def judged(place: Ward, family: str, seed: tuple[int, ...], folder: Path) -> Row
         patient, trial = place.trial(folder)
     except UserError as error:
         words = str(error)
-        names = [*row.get("causes", ()), *row["says"].split(":")[0].split(", ")]
+        names = [*row.get("causes", ()), *row.pop("names", ())]
         return row | {"kind": "harmful", "verdict": "refused", "reason": words, "seconds": 0.0,
                       "is_right": any(name in words for name in names)}  # fmt: skip
     trial = trial if fed is None else fed(trial)

@@ -196,7 +196,7 @@ def rotary_layout(d: Drafter, rng: Rng) -> Turned:
     for name in d.named("wq.weight", "wk.weight"):
         pairs = d.tensors[name].unflatten(0, (-1, 16, 2))
         d.tensors[name] = pairs.transpose(1, 2).flatten(0, 2)
-    return Turned("rows of q and k in the other layout", ("rotary_layout",))
+    return Turned("rows of q and k in the other layout", ("rotary_layout", "rope_interleave"))
 
 
 def activation(d: Drafter, rng: Rng) -> Turned:

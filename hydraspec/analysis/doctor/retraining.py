@@ -23,7 +23,7 @@ from hydraspec.speculators.teacher_forcing.texts import Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
 
 STEPS = 5
-LEAST_GAIN = 0.1  # of the acceptance length, by training a damaged part
+LEAST_PROBABILITY = 0.03  # of the target's token, that training a damaged part brings
 AHEAD = 1.3  # times the next part's gain, of a damaged part
 FEW = 8  # texts to train on, and as many to compare
 TRAINED_DRAFTS = 2  # the second reads what the first fed back
@@ -44,11 +44,15 @@ class Retrained:
     before: float
     probability: float
 
+    @property
+    def gain(self) -> float:
+        """Of the acceptance length, as a share of what it was."""
+        return self.acceptance / self.before - 1
+
     def stands_out(self, others: Sequence[Retrained]) -> bool:
-        """Returns whether this part alone brings a lot, and far more than any other."""
+        """Returns whether this part brings far more than any other."""
         second = max((each.probability for each in others), default=0.0)
-        gain = self.acceptance / self.before - 1
-        return gain > LEAST_GAIN and self.probability > AHEAD * second
+        return self.probability > max(LEAST_PROBABILITY, AHEAD * second)
 
 
 def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[Retrained]:

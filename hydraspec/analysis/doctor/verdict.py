@@ -82,7 +82,8 @@ def judge(
     if is_enough:
         return Judgement(verdict="healthy", damage=damage)
     damage.parts = retrain()
-    if damage.stands_out:
+    is_short = expected is not None or any(each.gain > LEAST_GAIN for each in damage.parts[:1])
+    if damage.stands_out and is_short:
         return Judgement(verdict="weights", damage=damage)
     is_weak = expected is not None or acceptance < POOR
     return Judgement(verdict="weak" if is_weak else "healthy", damage=damage)

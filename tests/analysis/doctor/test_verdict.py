@@ -151,7 +151,7 @@ def diagnosis(acceptance: float, *repaired: float) -> Any:
     )
 
 
-def trained(*probabilities: float) -> list[Retrained]:
+def after_training(*probabilities: float) -> list[Retrained]:
     """Parts by what training each alone brings; the first takes acceptance from 2 to 2.5."""
     return [
         Retrained(module=str(i), tensor="", acceptance=2.5, before=2.0, probability=each)
@@ -195,7 +195,7 @@ NAN = [Oddity("fc.weight", "has 1 values that are not finite")]
 def test_what_decides(
     found: Any, expected: Expected | None, odd: list[Oddity], parts: tuple[float, ...], verdict: str
 ) -> None:
-    assert judge(found, expected, odd, lambda: trained(*parts)).verdict == verdict
+    assert judge(found, expected, odd, lambda: after_training(*parts)).verdict == verdict
 
 
 def test_what_others_reach_holds_for_text_that_is_as_certain() -> None:
