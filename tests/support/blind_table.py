@@ -18,6 +18,7 @@ def show(rows: Sequence[Row]) -> None:
     for words, key in (("without a card", None), ("with a card", "with_card")):
         found = [row if key is None else row | row.get(key, {}) for row in rows]
         print(f"\n{words}: " + "; ".join(totals(found)))  # noqa: T201
+    print("\n" + unexpected(rows))  # noqa: T201
 
 
 def _line(row: Row) -> str:
@@ -52,6 +53,21 @@ def totals(rows: Sequence[Row]) -> list[str]:
         mean = sum(seconds) / len(seconds)
         found.append(f"{mean:.1f} s a head, {max(seconds):.1f} s at most")
     return found
+
+
+def unexpected(rows: Sequence[Row]) -> str:
+    """Verdicts on the same evidence where not even the method's usual figure is expected, as on
+    text that the target is less certain of.
+    """
+    found = [row for row in rows if row.get("nothing_expected")]
+    harmful = [row for row in found if row["kind"] == "harmful"]
+    right = sum(row["nothing_expected"] == row["family"] for row in harmful)
+    missed = sum(row["nothing_expected"] == "healthy" for row in harmful)
+    accused = sum(row["nothing_expected"] != "healthy" for row in found if row not in harmful)
+    return (
+        f"with nothing expected: right class {right} of {len(harmful)}, {missed} called healthy; "
+        f"{accused} of {len(found) - len(harmful)} harmless accused"
+    )
 
 
 def _share(words: str, rows: Sequence[Row], key: str) -> str:

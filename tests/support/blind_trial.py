@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +36,7 @@ from hydraspec.analysis.doctor.expected import Expected
 from hydraspec.analysis.doctor.parts import module_of
 from hydraspec.analysis.doctor.patient import Patient, few, loaded
 from hydraspec.analysis.doctor.scores import score
+from hydraspec.analysis.doctor.verdict import judge
 from hydraspec.errors import UserError
 from hydraspec.models.checkpoint.mistral_names import hugging_face_name
 from hydraspec.speculators import registry
@@ -151,6 +152,9 @@ def judged(place: Ward, family: str, seed: tuple[int, ...], folder: Path) -> Row
     found = conclude(patient, trial, place.texts, expected=None)
     row["seconds"] = time.process_time() - start
     row |= as_row(found, row)
+    damage = found.judgement.damage
+    alone = judge(found.diagnosis, None, damage.oddities, lambda: damage.parts)
+    row["nothing_expected"] = alone.verdict
     with_card = conclude(patient, trial, place.texts, expected=place.card, known=found)
     return row | {"with_card": as_row(with_card, row)}
 
@@ -177,7 +181,10 @@ def as_row(found: Conclusion, truth: Row) -> Row:
         "repaired": gains,
         "base": found.diagnosis.base.acceptance,
         "module": where,
-        "parts": [(p.module, p.probability, p.acceptance) for p in judgement.damage.parts],
+        "parts": [
+            (p.module, p.value, p.acceptance, p.drafts, p.probability)
+            for p in judgement.damage.parts
+        ],
         "best": [
             (each.change.cause, each.change.tried, each.scores.acceptance)
             for each in found.diagnosis.rounds[0][:3]
@@ -232,8 +239,11 @@ def read(out: Path) -> list[Row]:
     """The rows of a file; a line that was cut is left out."""
     if not out.exists():
         return []
-    lines = out.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    found = []
+    for line in out.read_text().splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def seed_of(text: str) -> int:

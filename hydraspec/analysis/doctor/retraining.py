@@ -7,7 +7,7 @@ other; where a head is trained too little, every part helps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,13 @@ from hydraspec.speculators.teacher_forcing.scores import DraftVocabulary
 from hydraspec.speculators.teacher_forcing.texts import Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
 
-STEPS = 5
-LEAST_PROBABILITY = 0.03  # of the target's token, that training a damaged part brings
-AHEAD = 1.3  # times the next part's gain, of a damaged part
-FEW = 8  # texts to train on, and as many to compare
+STEPS = 4  # of every part
+MORE_STEPS, FINALISTS = 12, 3  # of those that help most then
+STEPS = 4  # of every part
+MORE_STEPS, FINALISTS = 12, 3  # of those that help most then
+LEAST_VALUE = 0.03  # of training a damaged part
+AHEAD = 1.2  # times the next part's value, of a damaged part
+TRAINED_TEXTS = 8  # the others judge
 TRAINED_DRAFTS = 2  # the second reads what the first fed back
 
 
@@ -35,13 +38,15 @@ class Retrained:
 
     Attributes:
         tensor: the weight of the part whose change the loss asked for most.
-        probability: of the target's token, per draft; what it gained.
+        drafts: accepted per start, gained.
+        probability: of the target's token, per draft, gained.
     """
 
     module: str
     tensor: str
     acceptance: float
     before: float
+    drafts: float
     probability: float
 
     @property
@@ -49,10 +54,12 @@ class Retrained:
         """Of the acceptance length, as a share of what it was."""
         return self.acceptance / self.before - 1
 
-    def stands_out(self, others: Sequence[Retrained]) -> bool:
-        """Returns whether this part brings far more than any other."""
-        second = max((each.probability for each in others), default=0.0)
-        return self.probability > max(LEAST_PROBABILITY, AHEAD * second)
+    @property
+    def value(self) -> float:
+        """What the part's training is worth: drafts and probability, which a part that only makes
+        the drafter surer gains alone.
+        """
+        return max(0.0, self.drafts) ** 0.5 * max(0.0, self.probability) ** 0.5
 
 
 def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[Retrained]:
@@ -61,28 +68,34 @@ def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[R
     """
     if texts.final.is_cuda:
         return []
+    apart = max(2, len(texts.texts) // TRAINED_TEXTS)
+    rest = [text for i, text in enumerate(texts.texts) if i % apart]
     keep = sorted(texts.states)
-    few = texts.texts[:: max(1, len(texts.texts) // (2 * FEW))]
-    train, held_out = (read_texts(target, few[i::2], k=k, keep=keep) for i in (0, 1))
+    train, held_out = (
+        read_texts(target, some, k=k, keep=keep) for some in (texts.texts[::apart], rest)
+    )
     base = score(trial, held_out, k)
     by_module: dict[str, dict[str, Tensor]] = {}
     for name, weight in weights_of(trial.head).items():
         by_module.setdefault(module_of(name), {})[name] = weight
-    found = []
-    for module, weights in by_module.items():
-        with _kept(trial.head, weights):
-            tensor = _train(trial, train, min(k, TRAINED_DRAFTS), weights)
-            after = score(trial, held_out, k)
-        found.append(
-            Retrained(
-                module=module,
-                tensor=tensor,
-                acceptance=after.acceptance,
-                before=base.acceptance,
-                probability=float(after.probs.mean() - base.probs.mean()),
-            )
+
+    def after(module: str, steps: int) -> Retrained:
+        with _kept(trial.head, by_module[module]):
+            tensor = _train(trial, train, min(k, TRAINED_DRAFTS), by_module[module], steps)
+            found = score(trial, held_out, k)
+        return Retrained(
+            module=module,
+            tensor=tensor,
+            acceptance=found.acceptance,
+            before=base.acceptance,
+            drafts=found.accepted_per_start - base.accepted_per_start,
+            probability=float(found.probs.mean() - base.probs.mean()),
         )
-    return sorted(found, key=lambda each: -each.probability)
+
+    first = sorted((after(module, STEPS) for module in by_module), key=lambda each: -each.value)
+    longer = [after(each.module, MORE_STEPS) for each in first[:FINALISTS]]
+    best = {each.module: each for each in sorted((*first, *longer), key=lambda each: each.value)}
+    return sorted(best.values(), key=lambda each: -each.value)
 
 
 @contextmanager
@@ -96,7 +109,7 @@ def _kept(head: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
         derive(head)
 
 
-def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor]) -> str:
+def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor], steps: int) -> str:
     """L-BFGS over changes of the weights in units of their size, in place. Returns the weight
     whose changes the loss asked for most.
     """
@@ -105,6 +118,7 @@ def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor]) ->
     changes = {name: w.new_zeros(w.shape) for name, w in start.items()}
     slopes: dict[str, Tensor] = {}
 
+    @torch.no_grad()
     def put() -> None:
         for name, w in weights.items():
             w.copy_(start[name] + sizes[name] * changes[name])
@@ -120,7 +134,7 @@ def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor]) ->
         return value
 
     torch.optim.LBFGS(
-        list(changes.values()), max_iter=STEPS, max_eval=2 * STEPS, line_search_fn="strong_wolfe"
+        list(changes.values()), max_iter=steps, max_eval=2 * steps, line_search_fn="strong_wolfe"
     ).step(loss)
     put()
     derive(trial.head)

@@ -15,6 +15,8 @@ from hydraspec.analysis.doctor.variants import Variant
 
 Class = Literal["convention", "weights", "weak", "healthy"]
 RECOVERED = 0.5  # share of what is missing that the repair of a convention brings
+EXPLAINED = 0.12  # share of what is missing that training a damaged part for some steps brings
+AHEAD = 1.2  # times what the next part's training is worth, of a damaged part
 POOR = 1.3  # acceptance length that is weak whatever is expected
 MAX_EVIDENCE = 8
 
@@ -31,10 +33,17 @@ class Damage:
     oddities: list[Oddity] = field(default_factory=list)
     parts: list[Retrained] = field(default_factory=list)
 
-    @property
-    def stands_out(self) -> bool:
-        """Returns whether training one part helps far more than training any other."""
-        return bool(self.parts) and self.parts[0].stands_out(self.parts[1:])
+    def explains(self, missing: float | None) -> bool:
+        """Returns whether training one part alone brings enough of the acceptance length that is
+        missing; where that is not known, whether it brings enough, and more than any other.
+        """
+        if not self.parts or not self.parts[0].value:
+            return False
+        first = self.parts[0]
+        if missing is not None:
+            return first.acceptance - first.before >= EXPLAINED * missing
+        second = max((each.value for each in self.parts[1:]), default=0.0)
+        return first.gain >= LEAST_GAIN and first.value >= AHEAD * second
 
     @property
     def module(self) -> str | None:
@@ -82,8 +91,8 @@ def judge(
     if is_enough:
         return Judgement(verdict="healthy", damage=damage)
     damage.parts = retrain()
-    is_short = expected is not None or any(each.gain > LEAST_GAIN for each in damage.parts[:1])
-    if damage.stands_out and is_short:
+    missing = None if expected is None else expected.acceptance_length - acceptance
+    if damage.explains(missing):
         return Judgement(verdict="weights", damage=damage)
     is_weak = expected is not None or acceptance < POOR
     return Judgement(verdict="weak" if is_weak else "healthy", damage=damage)
@@ -120,6 +129,7 @@ def evidence(damage: Damage) -> list[dict[str, object]]:
             "tensor": each.tensor,
             "says": "drafts better once it is trained alone",
             "acceptance_if_trained": each.acceptance,
+            "drafts_gained": each.drafts,
             "probability_gained": each.probability,
         }
         for each in damage.parts

@@ -17,7 +17,7 @@ from hydraspec.analysis.doctor.parts import module_of, weights_of
 from hydraspec.analysis.doctor.retraining import Retrained, retrained
 from hydraspec.analysis.doctor.scores import score
 from hydraspec.analysis.doctor.tensors import Oddity, oddities
-from hydraspec.analysis.doctor.verdict import judge
+from hydraspec.analysis.doctor.verdict import Damage, judge
 
 DRAW = torch.Generator().manual_seed(4)
 
@@ -122,20 +122,20 @@ def test_training_a_damaged_part_alone_helps_most(fault: str, pair: Bed) -> None
     try:
         weight.copy_(damage(weight))
         before = score(trial, pair.texts, k).acceptance
-        first, *others = retrained(trial, pair.patient.target, pair.texts, k)
+        parts = retrained(trial, pair.patient.target, pair.texts, k)
         assert score(trial, pair.texts, k).acceptance == before
     finally:
         weight.copy_(kept)
-    assert first.module == module
-    assert first.stands_out(others)
+    assert parts[0].module == module
+    assert Damage(parts=parts).explains(3.1 - before)
 
 
 def test_training_a_part_of_a_healthy_head_brings_nothing(pair: Bed) -> None:
     trial, k = pair.patient.trial(), pair.patient.k
     assert not oddities(weights_of(trial.head))
     before = {name: weight.clone() for name, weight in weights_of(trial.head).items()}
-    first, *others = retrained(trial, pair.patient.target, pair.texts, k)
-    assert not first.stands_out(others)
+    parts = retrained(trial, pair.patient.target, pair.texts, k)
+    assert not Damage(parts=parts).explains(None)
     assert all(before[name].equal(weight) for name, weight in weights_of(trial.head).items())
 
 
@@ -151,11 +151,18 @@ def diagnosis(acceptance: float, *repaired: float) -> Any:
     )
 
 
-def after_training(*probabilities: float) -> list[Retrained]:
-    """Parts by what training each alone brings; the first takes acceptance from 2 to 2.5."""
+def after_training(*reached: float) -> list[Retrained]:
+    """Parts by the acceptance length that training each alone reaches, from 2."""
     return [
-        Retrained(module=str(i), tensor="", acceptance=2.5, before=2.0, probability=each)
-        for i, each in enumerate(probabilities)
+        Retrained(
+            module=str(i),
+            tensor="",
+            acceptance=each,
+            before=2.0,
+            drafts=each - 2.0,
+            probability=each - 2.0,
+        )
+        for i, each in enumerate(reached)
     ]
 
 
@@ -167,16 +174,17 @@ NAN = [Oddity("fc.weight", "has 1 values that are not finite")]
     ("found", "expected", "odd", "parts", "verdict"),
     [
         (diagnosis(2.75, 3.2), OWN, NAN, (), "healthy"),
-        (diagnosis(2.75), USUAL, [], (0.1, 0.1), "weak"),
+        (diagnosis(2.0), USUAL, [], (2.05, 2.05), "weak"),
         (diagnosis(2.85), USUAL, [], (), "healthy"),
         (diagnosis(2.85), USUAL, NAN, (), "weights"),
         (diagnosis(2.0, 2.9), OWN, [], (), "convention"),
         (diagnosis(2.0, 2.6), OWN, NAN, (), "weights"),
-        (diagnosis(2.0, 2.3), OWN, [], (0.1, 0.1), "weak"),
-        (diagnosis(2.0), OWN, [], (0.3, 0.1), "weights"),
-        (diagnosis(2.0, 2.1), None, [], (0.1, 0.1), "healthy"),
+        (diagnosis(2.0, 2.3), OWN, [], (2.05, 2.05), "weak"),
+        (diagnosis(2.0), OWN, [], (2.3, 2.1), "weights"),
+        (diagnosis(2.0, 2.1), None, [], (2.1, 2.1), "healthy"),
+        (diagnosis(2.0), None, [], (2.4, 2.1), "weights"),
         (diagnosis(2.0, 2.9), None, [], (), "convention"),
-        (diagnosis(1.1), None, [], (0.0, 0.0), "weak"),
+        (diagnosis(1.1), None, [], (2.0, 2.0), "weak"),
     ],
     ids=[
         "its card is reached",
@@ -188,6 +196,7 @@ NAN = [Oddity("fc.weight", "has 1 values that are not finite")]
         "a repair that recovers too little",
         "one part stands out",
         "a repair that gains under 10 %",
+        "one part stands out, nothing expected",
         "a repair, nothing expected",
         "poor",
     ],
