@@ -29,17 +29,17 @@ def config_fields(subject: Subject) -> Iterator[Variant]:
     if patient is None or subject.trial.head is not patient.speculator.head:
         return  # a repair before this one is not in the files
     raw = patient.raw_config()
-    for changes in _changes(_layers(raw)):
-        name = next(iter(changes))
+    for changed in other_values(_layers(raw)):
+        name = next(iter(changed))
         try:
-            head = patient.rebuilt(lambda raw, by=changes: _layers(raw).update(by))
+            head = patient.rebuilt(lambda raw, by=changed: _layers(raw).update(by))
         except UserError:
             continue
         yield Variant(
             cause=name,
             says=f"{name} is {_layers(raw)[name]}",
-            tried=", ".join(str(v) if k == name else f"{k} {v}" for k, v in changes.items()),
-            remedy="; ".join(f"set {k} to {v}" for k, v in changes.items())
+            tried=", ".join(str(v) if k == name else f"{k} {v}" for k, v in changed.items()),
+            remedy="; ".join(f"set {k} to {v}" for k, v in changed.items())
             + " in the drafter's configuration",
             trial=replace(subject.trial, head=head),
         )
@@ -51,7 +51,9 @@ def _layers(raw: Raw) -> Raw:
     return found
 
 
-def _changes(layers: Raw) -> Iterator[Raw]:
+def other_values(layers: Raw) -> Iterator[Raw]:
+    """Fields that differ, by their names; several where they only change together."""
+
     def others(name: str, values: tuple[Any, ...]) -> Iterator[Raw]:
         now = layers.get(name)
         if now is not None:
