@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hydraspec.analysis.doctor.patient import Raw
@@ -32,7 +33,7 @@ def config_fields(subject: Subject) -> Iterator[Variant]:
     for changed in other_values(_layers(raw)):
         name = next(iter(changed))
         try:
-            head = patient.rebuilt(lambda raw, by=changed: _layers(raw).update(by))
+            head = patient.rebuilt(partial(_put, changed))
         except UserError:
             continue
         yield Variant(
@@ -43,6 +44,10 @@ def config_fields(subject: Subject) -> Iterator[Variant]:
             + " in the drafter's configuration",
             trial=replace(subject.trial, head=head),
         )
+
+
+def _put(changed: Raw, raw: Raw) -> None:
+    _layers(raw).update(changed)
 
 
 def _layers(raw: Raw) -> Raw:
@@ -99,8 +104,10 @@ def mask_tokens(subject: Subject) -> Iterator[Variant]:
 def centroids(subject: Subject) -> Iterator[Variant]:
     """More candidates in an output projection that scores centroids first."""
     head = subject.trial.head
-    part = getattr(head, "centroids", None)
-    for factor in (2, 4, 8) if part is not None else ():
+    part: Any = getattr(head, "centroids", None)
+    if part is None:
+        return
+    for factor in (2, 4, 8):
         count = part.top_k * factor
         if count < part.count:
             other = edited(head, centroids=edited(part, top_k=count))

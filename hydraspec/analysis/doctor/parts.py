@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hydraspec.models.deepseek.attention import HeadLatents
+from hydraspec.models.linear import Linear
 from hydraspec.models.moe import one_by_one
 from hydraspec.models.parts import Weights, held
 
@@ -47,6 +48,10 @@ def derive(head: Any) -> None:
         for name, value in vars(type(part)).items():
             if isinstance(value, cached_property):
                 vars(part).pop(name, None)
+        if isinstance(part, Linear) and part.weight._base is not None:
+            # A view belongs to the gradient mode that it was made in.
+            w = part.weight
+            part.weight = part.weight._base.as_strided(w.shape, w.stride(), w.storage_offset())
         if isinstance(part, HeadLatents):
             by_head = part.weight.t().unflatten(0, (part.keys.shape[0], -1))
             num_keys = part.keys.shape[1]

@@ -7,6 +7,7 @@ other; where a head is trained too little, every part helps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hydraspec.analysis.doctor.parts import derive, module_of, weights_of
 from hydraspec.analysis.doctor.scores import likelihood, score
@@ -59,7 +61,7 @@ class Retrained:
         """What the part's training is worth: drafts and probability, which a part that only makes
         the drafter surer gains alone.
         """
-        return max(0.0, self.drafts) ** 0.5 * max(0.0, self.probability) ** 0.5
+        return math.sqrt(max(0.0, self.drafts) * max(0.0, self.probability))
 
 
 def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[Retrained]:
@@ -130,7 +132,7 @@ def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor], st
             slope = found.get(name)
             scaled = torch.zeros_like(change) if slope is None else sizes[name] * slope
             change.grad = scaled.contiguous()
-        slopes.update({n: c.grad.clone() for n, c in changes.items() if n not in slopes})
+            slopes.setdefault(name, change.grad.clone())
         return value
 
     torch.optim.LBFGS(
@@ -147,6 +149,15 @@ def _usual_size(w: Tensor) -> float:
     return 1.0 if w.dim() < 2 else float(w.shape[-1] ** -0.5)
 
 
+def _copied(saved: Tensor) -> Tensor:
+    """Copy what backward needs: layers change their stream in place."""
+    return saved.detach().clone()
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
+
+
 def _loss(
     trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
@@ -156,15 +167,14 @@ def _loss(
     whole = {name: w if w._base is None else w._base for name, w in weights.items()}
     for tensor in whole.values():
         tensor.requires_grad_(True)
-    # Decoder layers change their stream in place.
-    with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
+    with torch.enable_grad(), saved_tensors_hooks(_copied, _as_it_is):
         derive(trial.head)
         vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
-        total = sum(
+        sums = [
             likelihood(vocabulary, texts, part, trial.head.compute_logits(part.states)).sum()
             for part in draft_states(trial, texts, k)
-        )
-        loss = -total / texts.chains.count / k
+        ]
+        loss = -torch.stack(sums).sum() / texts.chains.count / k
         if loss.requires_grad:  # centroids choose tokens, and have no gradient
             loss.backward()
     found = {}
