@@ -26,12 +26,9 @@ from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
 
 STEPS = 4  # of every part
 MORE_STEPS, FINALISTS = 12, 3  # of those that help most then
-STEPS = 4  # of every part
-MORE_STEPS, FINALISTS = 12, 3  # of those that help most then
-LEAST_VALUE = 0.03  # of training a damaged part
-AHEAD = 1.2  # times the next part's value, of a damaged part
-TRAINED_TEXTS = 8  # the others judge
-TRAINED_DRAFTS = 2  # the second reads what the first fed back
+TRAINED_TEXTS = 16  # at most half of them; the others judge
+# The first uses every weight but what takes a state or a mask to the next.
+TRAINED_DRAFTS = {"own_cache": 1, "parallel": 2, "target_cache": 2}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -83,7 +80,9 @@ def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[R
 
     def after(module: str, steps: int) -> Retrained:
         with _kept(trial.head, by_module[module]):
-            tensor = _train(trial, train, min(k, TRAINED_DRAFTS), by_module[module], steps)
+            tensor = _train(
+                trial, train, min(k, TRAINED_DRAFTS[trial.kind]), by_module[module], steps
+            )
             found = score(trial, held_out, k)
         return Retrained(
             module=module,
