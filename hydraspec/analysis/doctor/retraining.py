@@ -7,7 +7,6 @@ other; where a head is trained too little, every part helps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,13 +52,6 @@ class Retrained:
         """Of the acceptance length, as a share of what it was."""
         return self.acceptance / self.before - 1
 
-    @property
-    def value(self) -> float:
-        """What the part's training is worth: drafts and probability, which a part that only makes
-        the drafter surer gains alone.
-        """
-        return math.sqrt(max(0.0, self.drafts) * max(0.0, self.probability))
-
 
 def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[Retrained]:
     """Train each part of a head in turn, those that help most first; the head is as before
@@ -93,10 +85,10 @@ def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[R
             probability=float(found.probs.mean() - base.probs.mean()),
         )
 
-    first = sorted((after(module, STEPS) for module in by_module), key=lambda each: -each.value)
+    first = sorted((after(module, STEPS) for module in by_module), key=lambda each: -each.drafts)
     longer = [after(each.module, MORE_STEPS) for each in first[:FINALISTS]]
-    best = {each.module: each for each in sorted((*first, *longer), key=lambda each: each.value)}
-    return sorted(best.values(), key=lambda each: -each.value)
+    best = {each.module: each for each in sorted((*first, *longer), key=lambda each: each.drafts)}
+    return sorted(best.values(), key=lambda each: -each.drafts)
 
 
 @contextmanager

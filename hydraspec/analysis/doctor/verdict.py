@@ -15,8 +15,8 @@ from hydraspec.analysis.doctor.variants import Variant
 
 Class = Literal["convention", "weights", "weak", "healthy"]
 RECOVERED = 0.5  # share of what is missing that the repair of a convention brings
-EXPLAINED = 0.12  # share of what is missing that training a damaged part for some steps brings
-AHEAD = 1.2  # times what the next part's training is worth, of a damaged part
+EXPLAINED = 0.08  # share of what is missing that training a damaged part for some steps brings
+AHEAD = 1.2  # times the drafts that training the next part gains, of a damaged part
 POOR = 1.3  # acceptance length that is weak whatever is expected
 MAX_EVIDENCE = 8
 
@@ -37,13 +37,13 @@ class Damage:
         """Returns whether training one part alone brings enough of the acceptance length that is
         missing; where that is not known, whether it brings enough, and more than any other.
         """
-        if not self.parts or not self.parts[0].value:
+        if not self.parts or self.parts[0].drafts <= 0:
             return False
         first = self.parts[0]
         if missing is not None:
-            return first.acceptance - first.before >= EXPLAINED * missing
-        second = max((each.value for each in self.parts[1:]), default=0.0)
-        return first.gain >= LEAST_GAIN and first.value >= AHEAD * second
+            return first.drafts >= EXPLAINED * missing
+        second = max((each.drafts for each in self.parts[1:]), default=0.0)
+        return first.gain >= LEAST_GAIN and first.drafts >= AHEAD * second
 
     @property
     def module(self) -> str | None:
