@@ -49,7 +49,7 @@ K, NUM_PROMPTS = 3, 32
 HARMFUL = 0.1  # of the healthy acceptance length
 QUOTAS = {"convention": 3, "weights": 4, "weak": 1, "harmless": 3}  # of each drafter in a round
 ROUNDS = 2
-MOST_DRAWS = 4  # times the quota
+MOST_DRAWS = 6  # times the quota
 Row = dict[str, Any]
 
 
