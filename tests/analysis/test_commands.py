@@ -153,6 +153,7 @@ def test_the_doctor_warns_of_random_prompts(
     monkeypatch.setattr(examination.environment, "describe", lambda info: {})
     monkeypatch.setattr(examination, "_examined", lambda *_: None)
     monkeypatch.setattr(examination, "as_json", lambda found: {})
+    monkeypatch.setattr(examination.page, "page_of", lambda result: "")
     monkeypatch.setattr(examination.console, "show", lambda *_, **__: None)
     assert run("doctor", tmp_path, "workload=random") == 0
     (warning,) = json.loads((tmp_path / "run" / "doctor.json").read_text())["warnings"]

@@ -204,7 +204,7 @@ def test_files_on_a_full_disk_are_named_without_a_runs_key(
         raise CannotWriteError(errno.ENOSPC, "free some: hydra.run.dir=...", "out/x.json")
 
     for name in read:
-        monkeypatch.setattr(f"hydraspec.{module}.{name}", lambda *_: [])
+        monkeypatch.setattr(f"hydraspec.{module}.{name}", lambda *_, **__: [])
     monkeypatch.setattr(f"hydraspec.{module}.write", write)
     monkeypatch.setattr("hydraspec.cli.report._read", lambda folders, asked: (None, None))
     assert command(verb, *typed) == 1

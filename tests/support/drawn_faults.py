@@ -1,5 +1,5 @@
-"""Faults drawn by chance in the files of the zoo's drafters: a field of the configuration and its
-change, or a weight, an operation on it and a strength. Draw n is the same on every machine.
+"""Damage drawn by chance in the files of the zoo's drafters: a weight, an operation on it and a
+strength. A seed draws the same on every machine.
 """
 
 from __future__ import annotations
@@ -47,12 +47,18 @@ class Files:
         return [n for n in found if n.startswith(mtp)] if self._has_mtp else found
 
     @property
+    def unread(self) -> list[str]:
+        """Copies of the target's tables beside an MTP layer, which no engine reads."""
+        ends = ("embed_tokens.weight", "shared_head.head.weight")
+        return [n for n in self.tensors if self._has_mtp and n.endswith(ends)]
+
+    @property
     def _has_mtp(self) -> bool:
         return bool(self.config.get("num_nextn_predict_layers"))
 
     def write(self, folder: Path) -> None:
-        """Write a whole checkpoint folder."""
-        shutil.copytree(self.folder, folder)
+        """Write a whole checkpoint folder, without the card that says what the drafter reaches."""
+        shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns("README.md"))
         (folder / self.config_name).write_text(json.dumps(self.config))
         (folder / self.weights_name).unlink()
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
@@ -68,7 +74,6 @@ class Drawn:
         names: the weights that were changed.
     """
 
-    number: int
     says: str
     names: tuple[str, ...]
 
@@ -80,7 +85,7 @@ Operation = Callable[[Tensor, Rng, torch.Generator], tuple[Tensor, str] | None]
 
 
 def noise(w: Tensor, rng: Rng, draw: torch.Generator) -> tuple[Tensor, str]:
-    strength = float(rng.choice([0.25, 0.5, 1.0, 2.0]))
+    strength = float(rng.choice([0.1, 0.25, 0.5, 1.0]))
     return w + torch.randn(w.shape, generator=draw) * w.std() * strength, f"noise of {strength} std"
 
 
@@ -160,6 +165,29 @@ def shuffle(w: Tensor, rng: Rng, draw: torch.Generator) -> tuple[Tensor, str]:
     return w.reshape(-1)[order].view_as(w), "shuffled"
 
 
+def no_head(w: Tensor, rng: Rng, draw: torch.Generator) -> tuple[Tensor, str] | None:
+    if w.dim() < 2 or len(w) % 32:
+        return None
+    first = 32 * int(rng.integers(len(w) // 32))
+    w = w.clone()
+    w[first : first + 32] = 0
+    return w, f"rows {first} to {first + 32} zero"
+
+
+def constant_block(w: Tensor, rng: Rng, draw: torch.Generator) -> tuple[Tensor, str]:
+    count = w.shape[0] // 2
+    first = int(rng.integers(count))
+    w = w.clone()
+    w[first : first + count] = w.std()
+    return w, "half of it constant"
+
+
+def not_finite(w: Tensor, rng: Rng, draw: torch.Generator) -> tuple[Tensor, str]:
+    w = w.clone()
+    w.view(-1)[int(rng.integers(w.numel()))] = float("nan")
+    return w, "one value NaN"
+
+
 def transpose(w: Tensor, rng: Rng, draw: torch.Generator) -> tuple[Tensor, str] | None:
     is_square = w.dim() == 2 and w.shape[0] == w.shape[1]
     return (w.t().contiguous(), "transposed") if is_square else None
@@ -181,13 +209,17 @@ OPERATIONS: tuple[Operation, ...] = (
     cut_off,
     shuffle,
     transpose,
+    no_head,
+    constant_block,
+    not_finite,
 )
 
 
-def draw_weight_fault(files: Files, number: int) -> Drawn:
+def draw_weight_fault(files: Files, seed: tuple[int, ...]) -> Drawn:
     """Damage one weight of a drafter, or let two of one shape change places."""
-    rng, draw = np.random.default_rng([26, number]), torch.Generator().manual_seed(number)
-    names = files.drafters_weights()
+    rng = np.random.default_rng([26, *seed])
+    draw = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    names = [n for n in files.drafters_weights() if n not in files.unread]
     sizes = np.array([files.tensors[name].numel() for name in names]) ** 0.3
     while True:
         name = str(rng.choice(names, p=sizes / sizes.sum()))
@@ -199,8 +231,8 @@ def draw_weight_fault(files: Files, number: int) -> Drawn:
                 continue
             other = str(rng.choice(alike))
             files.tensors[name], files.tensors[other] = files.tensors[other], weight
-            return Drawn(number=number, says="in each other's places", names=(name, other))
+            return Drawn(says="in each other's places", names=(name, other))
         found = OPERATIONS[chosen](weight.float(), rng, draw)
         if found is not None:
             files.tensors[name] = found[0].to(weight.dtype)
-            return Drawn(number=number, says=found[1], names=(name,))
+            return Drawn(says=found[1], names=(name,))

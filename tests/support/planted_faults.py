@@ -311,7 +311,7 @@ def configuration(target: str, method: str, *overrides: str) -> RunConfig:
 def bed(target: str, method: str, *, num_prompts: int) -> Iterator[Bed]:
     """A pair, loaded, with the target's texts."""
     config = configuration(target, method, "method.num_speculative_tokens=3")
-    with loaded(config) as patient, torch.inference_mode():
+    with loaded(config) as patient, torch.no_grad():
         workload = workloads.read(config)
         assert workload is not None
         patient.engine.tokenize(workload.requests)

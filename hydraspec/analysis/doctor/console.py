@@ -34,6 +34,11 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
     def say(text: str = "", style: str | None = None) -> None:
         console.print(printable(text), style=style, markup=False, highlight=False)
 
+    styles = {"healthy": "bold green", "convention": "bold red", "weights": "bold red"}
+    say(result["sentence"], styles.get(result["verdict"], "bold"))
+    for row in result["causes"]:
+        say(f"  to do: {row['remedy']}")
+    say()
     drafter = f", drafter {result['drafter']}" if result["drafter"] else ""
     say(f"{result['target']} with {result['method']}{drafter}", "bold")
     for sentence in result["drafter_in_words"]:
@@ -50,10 +55,6 @@ def show(result: Json, file: Path, *, quiet: bool) -> None:
     if result["figures"] is not None:
         accepted.print_parts(console, result["figures"])
         _figures(result, say)
-    styles = {"healthy": "bold green", "convention": "bold red", "weights": "bold red"}
-    say(result["sentence"], styles.get(result["verdict"], "bold"))
-    for row in result["causes"]:
-        say(f"  to do: {row['remedy']}")
     say(f"Details: {file}")
 
 

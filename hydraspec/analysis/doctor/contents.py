@@ -35,6 +35,7 @@ from hydraspec.models.layers import Norm
 from hydraspec.speculators.teacher_forcing.trial import Trial
 
 THETAS = (1e4, 5e5, 1e6)  # that releases have
+FACTORS = (1e3, 1e2, 1e-2, 1e-3)
 CONVERT = "the converter that wrote the drafter's files is wrong here: convert again"
 
 
@@ -260,13 +261,14 @@ def rope_theta(subject: Subject) -> Iterator[Variant]:
     """Other rotary bases: a thousand times more or less, and those that releases have."""
     head = subject.trial.head
     if subject.trial.kind == "target_cache":
-        for factor in (1e3, 1e-3):
+        for factor in FACTORS:
             by_kind = {kind: _rescaled(f, factor) for kind, f in head.frequencies.items()}
             trial = edited_trial(subject.trial, edited(head, frequencies=by_kind))
             yield _theta("the config's", f"{factor:g} times as much", trial)
         return
     base = base_of(head.theta)
-    for theta in dict.fromkeys(float(f"{t:.4g}") for t in (base * 1e3, base / 1e3, *THETAS)):
+    tried = (*(base * factor for factor in FACTORS), *THETAS)
+    for theta in dict.fromkeys(float(f"{t:.4g}") for t in tried):
         if theta > 1 and not 0.99 < theta / base < 1.01:
             found = _rescaled(head.theta, theta / base)
             trial = edited_trial(subject.trial, edited(head, theta=found))

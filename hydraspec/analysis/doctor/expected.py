@@ -11,14 +11,36 @@ import yaml  # type: ignore[import-untyped]
 
 CARD = "README.md"  # a model card; its front matter may hold measured results (`model-index`)
 METRIC = "acceptance_length"
+SHORT = 0.9  # share of its own figure that a healthy drafter reaches
+SHORT_OF_USUAL = 0.93  # share of the usual figure, which is a mean
+CERTAIN = 0.99  # mean probability of the target's best token, of text to which RATES apply
+# Share of drafts that are right where those before are, by place: the mean over the zoo's heads of
+# each method (hydraspec/zoo/README.md, "conditional rate per position"). The last goes on.
+RATES = {
+    "eagle": (0.836, 0.876, 0.784),
+    "eagle3": (0.854, 0.859, 0.835),
+    "peagle": (0.754, 0.662, 0.680),
+    "mtp": (0.919, 0.911, 0.886),
+    "gemma4_mtp": (0.816, 0.845, 0.793),
+}
 
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """An acceptance length at the K that is examined, and its source in words."""
+    """An acceptance length at the K that is examined, and its source in words.
+
+    Attributes:
+        is_own: it is this drafter's; else it is what others of the method reach.
+    """
 
     acceptance_length: float
     source: str
+    is_own: bool = True
+
+    @property
+    def least(self) -> float:
+        """The acceptance length below which a drafter is not healthy."""
+        return self.acceptance_length * (SHORT if self.is_own else SHORT_OF_USUAL)
 
 
 def of_card(folder: Path, k: int) -> Expected | None:
@@ -32,8 +54,22 @@ def of_card(folder: Path, k: int) -> Expected | None:
         value = metric.get("value")
         fits = isinstance(args, dict) and args.get("num_speculative_tokens") == k
         if metric.get("type") == METRIC and fits and isinstance(value, int | float) and value >= 1:
-            return Expected(float(value), f"the card in the drafter's folder ({CARD})")
+            return Expected(float(value), f"the card in the drafter's folder ({CARD}) says")
     return None
+
+
+def usual(method: str, k: int, certainty: float) -> Expected | None:
+    """The acceptance length that heads of a method usually reach with K drafts, on text of which
+    the target's best token has the mean probability `certainty`; None where we know of none.
+    """
+    rates = RATES.get(method)
+    if rates is None or certainty < CERTAIN:
+        return None
+    length = right = 1.0
+    for place in range(k):
+        right *= rates[min(place, len(rates) - 1)]
+        length += right
+    return Expected(length, f"the zoo's {method} heads reach on text as certain", False)
 
 
 def _metrics(card: Path) -> Iterator[dict[str, Any]]:

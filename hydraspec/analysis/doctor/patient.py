@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hydraspec import factory
 from hydraspec.config.schema import RunConfig
 from hydraspec.models.base import TargetModel
+from hydraspec.models.checkpoint.reader import read_json, resolve_folder
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.tokenizer import Tokenizer
+from hydraspec.speculators import registry
 from hydraspec.speculators.teacher_forcing.texts import (
     Text,
     Texts,
@@ -28,6 +33,14 @@ MAX_OUTPUT = 64  # tokens of each, where sampling.max_tokens says more
 MAX_ROWS = 8192  # of all texts together
 MAX_STATE_BYTES = 4 << 30  # of the target's states that are kept
 SHARE_OF_FREE_MEMORY = 0.5  # that the engine's own cache takes, where the configuration is silent
+
+
+Raw = dict[str, Any]  # a config.json
+
+
+def _config_file(folder: Path) -> Path:
+    """config.json, or Mistral's params.json."""
+    return next(p for p in (folder / "config.json", folder / "params.json") if p.is_file())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +72,34 @@ class Patient:
     def trial(self) -> Trial:
         """The drafter as the engine uses it."""
         return Trial.of(self.speculator.head)
+
+    def raw_config(self) -> Raw:
+        """The drafter's configuration as its file has it."""
+        return read_json(_config_file(self._folder()))
+
+    def rebuilt(self, edit: Callable[[Raw], None]) -> Any:
+        """The head of the same files with an edited configuration. Nothing is written to the
+        checkpoint.
+
+        Raises:
+            UserError: the files do not fit the edited configuration.
+        """
+        folder = self._folder()
+        config = _config_file(folder)
+        raw = read_json(config)
+        edit(raw)
+        with tempfile.TemporaryDirectory() as place:
+            for file in folder.iterdir():
+                if file != config:
+                    (Path(place) / file.name).symlink_to(file.resolve())
+            (Path(place) / config.name).write_text(json.dumps(raw), encoding="utf-8")
+            method = replace(self.config.method, checkpoint=place)
+            speculator: Any = registry.build_speculator(replace(self.config, method=method))
+            speculator.load(self.target)
+        return speculator.head
+
+    def _folder(self) -> Path:
+        return resolve_folder(self.config.method.checkpoint or str(self.config.target.checkpoint))
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
         """The target's greedy answers to tokenised requests, and its states there. None where no

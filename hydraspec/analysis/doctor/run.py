@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydraspec.analysis.doctor import console, other_heads, page, parts, tensors, words
-from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried, diagnose
-from hydraspec.analysis.doctor.expected import Expected, of_card
+from hydraspec.analysis.doctor import console, other_heads, page, words
+from hydraspec.analysis.doctor.conclusion import Conclusion, conclude
+from hydraspec.analysis.doctor.diagnosis import Tried
+from hydraspec.analysis.doctor.expected import of_card
 from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
 from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
 from hydraspec.analysis.doctor.scores import Scores, score
-from hydraspec.analysis.doctor.verdict import Damage, Judgement, evidence, judge, sentence
+from hydraspec.analysis.doctor.verdict import Judgement, evidence
 from hydraspec.analysis.doctor.words import Files
 from hydraspec.config import to_dict
 from hydraspec.config.own_drafter import check_own_drafter
@@ -51,13 +52,16 @@ class Examination:
 
     patient: Patient
     files: Files | None
-    diagnosis: Diagnosis
-    judgement: Judgement
-    expected: Expected | None
+    conclusion: Conclusion
     first: Scores | None  # of prompts and drafter as they are; None: the target does not answer
     texts: Texts
     prompted: list[Tried[Wording]]
     draft_share: float | None = None  # of a decode step's time
+
+    @property
+    def judgement(self) -> Judgement:
+        """See Conclusion."""
+        return self.conclusion.judgement
 
     @property
     def causes(self) -> list[Tried[Any]]:
@@ -89,7 +93,7 @@ def examine(
     check(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
     workload = workloads.read(config)
-    with loaded(config) as patient, torch.inference_mode():
+    with loaded(config) as patient, torch.no_grad():  # parts of the head are trained
         warnings = []
         if workload is None:
             workload = generated.random_requests(config, patient.target.vocab_size)
@@ -159,28 +163,16 @@ def _examined(
             "workload: the target answers none of its prompts with two tokens or more, so there is "
             "nothing to draft; give prompts that it answers, through its chat template (messages)"
         )
-    diagnosis = diagnose(trial, texts, patient.target, patient.k, on_variant=on_variant)
     expected = None if files is None else of_card(Path(files.folder), patient.k)
     return Examination(
         patient=patient,
         files=files,
-        diagnosis=diagnosis,
-        judgement=judge(
-            diagnosis, expected, lambda: damage_of(trial, texts, diagnosis.base, patient.k)
-        ),
-        expected=expected,
+        conclusion=conclude(patient, trial, texts, expected=expected, on_variant=on_variant),
         first=first,
         texts=texts,
         prompted=prompted,
         draft_share=_draft_share(patient, requests),
     )
-
-
-def damage_of(trial: Trial, texts: Texts, base: Scores, k: int) -> Damage:
-    """What the weights of a head show: by themselves, and by what drafts are without them."""
-    weights = parts.weights_of(trial.head)
-    found = parts.effects(trial.head, base, lambda: score(trial, texts, k), weights)
-    return Damage(oddities=tensors.oddities(weights), effects=parts.damaged(list(found)))
 
 
 def other_wordings(
@@ -233,7 +225,8 @@ def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
 
 def as_json(found: Examination) -> Json:
     """The content of doctor.json; see docs/doctor.md."""
-    patient, diagnosis = found.patient, found.diagnosis
+    patient, diagnosis = found.patient, found.conclusion.diagnosis
+    expected = found.conclusion.expected
     spec, files = patient.spec, found.files
     return {
         "schema_version": SCHEMA_VERSION,
@@ -242,9 +235,8 @@ def as_json(found: Examination) -> Json:
         "cause": next((tried.change.cause for tried in found.causes), None),
         "module": found.judgement.damage.module if found.verdict == "weights" else None,
         "evidence": evidence(found.judgement.damage),
-        "expected_acceptance_length": None
-        if found.expected is None
-        else found.expected.acceptance_length,
+        "expected_acceptance_length": None if expected is None else expected.acceptance_length,
+        "expected_by": None if expected is None else expected.source,
         "target": patient.config.target.name,
         "method": patient.config.method.name,
         "drafter": patient.config.method.checkpoint or patient.config.target.checkpoint,
@@ -284,7 +276,7 @@ def verdict(found: Examination) -> str:
             f"Cannot tell: {len(found.texts.texts)} prompts have answers to draft, and an interval "
             "needs 5: give more prompts."
         )
-    return sentence(found.judgement, found.diagnosis, found.expected)
+    return found.conclusion.words
 
 
 def _sentence(row: Json) -> str:

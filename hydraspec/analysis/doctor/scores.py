@@ -18,7 +18,7 @@ from hydraspec.metrics.draft_figures import ChainDrafts
 from hydraspec.metrics.statistics import student_quantile
 from hydraspec.speculators.teacher_forcing.scores import DraftVocabulary
 from hydraspec.speculators.teacher_forcing.texts import Texts
-from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
+from hydraspec.speculators.teacher_forcing.trial import StepStates, Trial, draft_states
 
 ALPHA = 0.05  # over all variants of a round together
 MIN_TEXTS = 5  # with chains, for an interval
@@ -39,10 +39,12 @@ def score(trial: Trial, texts: Texts, k: int) -> Scores:
     vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
     for part in draft_states(trial, texts, k):
         logits: Tensor = trial.head.compute_logits(part.states).float()
-        likely = texts.chains.row[part.chains] + 1 + part.step  # rows that the truth comes from
-        theirs = texts.target.ids[likely], texts.target.probs[likely]
         wanted = truth[part.chains, part.step]
-        found[:, part.chains, part.step] = _judge(vocabulary, logits, wanted, theirs)
+        own = vocabulary.scores(logits, wanted)
+        matches = logits.argmax(-1) == vocabulary.places_of(wanted)
+        expected = likelihood(vocabulary, texts, part, logits)
+        rows = torch.stack((matches, own.ranks, own.probs, expected)).double()
+        found[:, part.chains, part.step] = rows
     matches, ranks, probs, log_probs = found.cpu().numpy()
     return Scores(
         matches=matches > 0,
@@ -53,19 +55,17 @@ def score(trial: Trial, texts: Texts, k: int) -> Scores:
     )
 
 
-def _judge(
-    vocabulary: DraftVocabulary, logits: Tensor, wanted: Tensor, theirs: tuple[Tensor, Tensor]
+def likelihood(
+    vocabulary: DraftVocabulary, texts: Texts, part: StepStates, logits: Tensor
 ) -> Tensor:
-    """logits [n, V_draft], the target's tokens [n], and its likely tokens with their probabilities
-    [n, NUM_LIKELY] -> matches, ranks, probabilities and log probabilities [4, n].
+    """Log probability of the target's likely tokens in logits [n, V_draft] of a step, expected
+    under the target's distribution: [n] nats.
     """
-    found = vocabulary.scores(logits, wanted)
-    ids, weights = theirs
+    rows = texts.chains.row[part.chains] + 1 + part.step  # that the truth comes from
+    ids, weights = texts.target.ids[rows], texts.target.probs[rows]
     total = logits.logsumexp(-1, keepdim=True)
     likely = (vocabulary.logits_of(logits, ids) - total).clamp(min=LEAST_LOG_PROB)
-    expected = (likely * weights).sum(-1)
-    matches = logits.argmax(-1) == vocabulary.places_of(wanted)
-    return torch.stack((matches, found.ranks, found.probs, expected)).double()
+    return (likely * weights).sum(-1)
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,7 +17,8 @@ MOST_ZEROS = 0.2  # share of single values that may be zero
 MOST_REPEATED = 0.05  # share of rows that may be copies of others
 MOST_SATURATED = 0.01  # share of values that may stand at the largest magnitude
 FEWEST_VALUES = 16  # different values of a matrix
-FAR = 12.0  # standard deviations; wider checkpoints have single values so far out too
+FAR = 200.0  # standard deviations of the other values; released heads stay within some dozens
+MOST_NEGATIVE = 0.05  # share of a norm's weights; training starts at one, and few come to zero
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,12 +28,10 @@ class Oddity:
     Attributes:
         name: of the weight, in the checkpoint's words.
         says: what is odd, as the end of a sentence that begins with the name.
-        is_certain: no trained weight looks so; otherwise drafts decide (see `parts`).
     """
 
     name: str
     says: str
-    is_certain: bool = True
 
 
 def is_table(name: str) -> bool:
@@ -48,12 +47,12 @@ def oddities(tensors: Mapping[str, Tensor]) -> list[Oddity]:
             continue
         says = next(_findings(name, tensor.float()), None)
         if says is not None:
-            found.append(Oddity(name, says, is_certain=says != _FAR_OUT))
+            found.append(Oddity(name, says))
     return found
 
 
 def _findings(name: str, w: Tensor) -> Iterator[str]:
-    checks = _OF_MATRICES if w.dim() == 2 else _OF_VECTORS if w.dim() == 1 else ()
+    checks = _OF_MATRICES if w.dim() == 2 else _OF_NORMS if "norm" in name else _OF_OTHERS
     for check in checks:
         if is_table(name) and check in (_empty, _repeated):
             continue
@@ -63,9 +62,6 @@ def _findings(name: str, w: Tensor) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------ checks
-
-
-_FAR_OUT = f"has values more than {FAR:g} standard deviations out"
 
 
 def _not_finite(w: Tensor) -> str | None:
@@ -115,7 +111,16 @@ def _saturated(w: Tensor) -> str | None:
 
 
 def _far_out(w: Tensor) -> str | None:
-    return _FAR_OUT if float(w.abs().max()) > FAR * float(w.std()) else None
+    spread = float(w.abs().median()) / 0.6745
+    count = int((w.abs() > FAR * spread).sum())
+    if not spread or not count:
+        return None
+    return f"has {count} values more than {FAR:g} standard deviations out"
+
+
+def _negative(w: Tensor) -> str | None:
+    share = float((w < 0).float().mean())
+    return f"is negative in {share:.0%} of its values" if share > MOST_NEGATIVE else None
 
 
 def _vanishes(w: Tensor) -> str | None:
@@ -133,4 +138,11 @@ _OF_MATRICES: tuple[Callable[[Tensor], str | None], ...] = (
     _far_out,
 )
 # A norm's weight may start, and stay, at one.
-_OF_VECTORS: tuple[Callable[[Tensor], str | None], ...] = (_not_finite, _vanishes)
+_OF_NORMS: tuple[Callable[[Tensor], str | None], ...] = (
+    _not_finite,
+    _vanishes,
+    _zeros,
+    _far_out,
+    _negative,
+)
+_OF_OTHERS: tuple[Callable[[Tensor], str | None], ...] = (_not_finite, _constant, _far_out)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydraspec.analysis.doctor.patient import Patient
 from hydraspec.models.base import TargetModel
 from hydraspec.models.layers import Norm
 from hydraspec.speculators.teacher_forcing.texts import Texts
@@ -50,6 +51,7 @@ class Subject:
     texts: Texts
     target: TargetModel
     k: int
+    patient: Patient | None = None  # None: its files are not read again
 
 
 Family = Callable[[Subject], Iterator[Variant]]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hydraspec.analysis.doctor.diagnosis import Diagnosis, Tried
+from hydraspec.analysis.doctor.diagnosis import LEAST_GAIN, Diagnosis, Tried
 from hydraspec.analysis.doctor.expected import Expected
-from hydraspec.analysis.doctor.parts import Effect, module_of
+from hydraspec.analysis.doctor.parts import module_of
+from hydraspec.analysis.doctor.retraining import Retrained
 from hydraspec.analysis.doctor.tensors import Oddity
 from hydraspec.analysis.doctor.variants import Variant
 
 Class = Literal["convention", "weights", "weak", "healthy"]
-SHORT = 0.9  # share of the expected acceptance length that a healthy drafter reaches
 RECOVERED = 0.5  # share of what is missing that the repair of a convention brings
-LEAST_GAIN = 0.1  # of the acceptance length, below which no repair is proposed
+EXPLAINED = 0.08  # share of what is missing that training a damaged part for some steps brings
+AHEAD = 1.2  # times the drafts that training the next part gains, of a damaged part
 POOR = 1.3  # acceptance length that is weak whatever is expected
 MAX_EVIDENCE = 8
 
@@ -26,28 +27,30 @@ class Damage:
 
     Attributes:
         oddities: weights with values that training does not leave.
-        effects: edits with which drafts are better than as loaded, the strongest first.
+        parts: parts of the head, trained alone, that help most first; empty where it was not tried.
     """
 
     oddities: list[Oddity] = field(default_factory=list)
-    effects: list[Effect] = field(default_factory=list)
+    parts: list[Retrained] = field(default_factory=list)
 
-    @property
-    def certain(self) -> list[Oddity]:
-        """Oddities that need no further evidence."""
-        return [each for each in self.oddities if each.is_certain]
+    def explains(self, missing: float | None) -> bool:
+        """Returns whether training one part alone brings enough of the acceptance length that is
+        missing; where that is not known, whether it brings enough, and more than any other.
+        """
+        if not self.parts or self.parts[0].drafts <= 0:
+            return False
+        first = self.parts[0]
+        if missing is not None:
+            return first.drafts >= EXPLAINED * missing
+        second = max((each.drafts for each in self.parts[1:]), default=0.0)
+        return first.gain >= LEAST_GAIN and first.drafts >= AHEAD * second
 
     @property
     def module(self) -> str | None:
         """The part of the head that is damaged."""
-        if self.certain:
-            return module_of(self.certain[0].name)
-        return module_of(self.effects[0].name) if self.effects else None
-
-    @property
-    def best(self) -> float:
-        """The acceptance length that the best edit reaches."""
-        return max((effect.acceptance for effect in self.effects), default=0.0)
+        if self.oddities:
+            return module_of(self.oddities[0].name)
+        return self.parts[0].module if self.parts else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class Judgement:
     Attributes:
         verdict: None where there are too few texts to tell.
         repairs: the conventions that are wrong, in the order in which they were found.
-        damage: evidence about the weights; empty where it was not needed.
+        damage: evidence about the weights.
     """
 
     verdict: Class | None
@@ -66,22 +69,30 @@ class Judgement:
 
 
 def judge(
-    diagnosis: Diagnosis, expected: Expected | None, examine_weights: Callable[[], Damage]
+    diagnosis: Diagnosis,
+    expected: Expected | None,
+    oddities: list[Oddity],
+    retrain: Callable[[], list[Retrained]],
 ) -> Judgement:
-    """Weigh the evidence; weights are examined only where conventions do not explain enough."""
+    """Weigh the evidence; parts are trained only where nothing else explains enough."""
     if diagnosis.is_unsure:
         return Judgement(verdict=None)
+    damage = Damage(oddities=oddities)
     acceptance = diagnosis.base.acceptance
-    if expected is not None and acceptance >= SHORT * expected.acceptance_length:
-        return Judgement(verdict="healthy")
+    is_enough = expected is not None and acceptance >= expected.least
+    if is_enough and expected is not None and expected.is_own:
+        return Judgement(verdict="healthy", damage=damage)
     repairs = _worth_proposing(diagnosis, expected)
-    if repairs and expected is not None:
-        return Judgement(verdict="convention", repairs=repairs)
-    damage = examine_weights()
-    is_damaged = bool(damage.certain or damage.effects)
-    if repairs and not damage.certain and damage.best < _reached(repairs[-1]):
+    is_whole = expected is None or (bool(repairs) and _reached(repairs[-1]) >= expected.least)
+    if repairs and (not damage.oddities or is_whole):
         return Judgement(verdict="convention", repairs=repairs, damage=damage)
-    if is_damaged:
+    if damage.oddities:
+        return Judgement(verdict="weights", damage=damage)
+    if is_enough:
+        return Judgement(verdict="healthy", damage=damage)
+    damage.parts = retrain()
+    missing = None if expected is None else expected.acceptance_length - acceptance
+    if damage.explains(missing):
         return Judgement(verdict="weights", damage=damage)
     is_weak = expected is not None or acceptance < POOR
     return Judgement(verdict="weak" if is_weak else "healthy", damage=damage)
@@ -110,17 +121,18 @@ def evidence(damage: Damage) -> list[dict[str, object]]:
     """The `evidence` of doctor.json: what is odd, certain findings first."""
     rows: list[dict[str, object]] = [
         {"module": module_of(each.name), "tensor": each.name, "says": each.says}
-        for each in damage.certain
+        for each in damage.oddities
     ]
     rows += [
         {
-            "module": module_of(each.name),
-            "tensor": each.name,
-            "says": each.says,
-            "acceptance_if_replaced": each.acceptance,
-            "nats_gained": each.nats,
+            "module": each.module,
+            "tensor": each.tensor,
+            "says": "drafts better once it is trained alone",
+            "acceptance_if_trained": each.acceptance,
+            "drafts_gained": each.drafts,
+            "probability_gained": each.probability,
         }
-        for each in damage.effects
+        for each in damage.parts
     ]
     return rows[:MAX_EVIDENCE]
 
@@ -129,23 +141,28 @@ def sentence(judgement: Judgement, diagnosis: Diagnosis, expected: Expected | No
     """What the verdict means, without the repairs of conventions, which have their own words."""
     accepted = f"acceptance length {diagnosis.base.acceptance:.2f}"
     if expected is not None:
-        accepted += f", of {expected.acceptance_length:.2f} that {expected.source} says"
+        accepted += f", of {expected.acceptance_length:.2f} that {expected.source}"
     if judgement.verdict == "weights":
-        return f"Weights: {_findings(judgement.damage)} ({accepted})."
+        return f"Weights: {_finding(judgement.damage)} ({accepted})."
     if judgement.verdict == "weak":
-        return (
-            f"Weak: {accepted}. No convention and no damaged weight explains it: the drafter is "
-            "trained too little, for another target, or for other texts."
+        seen = (
+            "" if judgement.damage.parts else " by its values alone (engine.device=cpu sees more)"
         )
-    if expected is not None:
+        return (
+            f"Weak: {accepted}. No convention explains it, and no weight is damaged{seen}: the "
+            "drafter is trained too little, for another target, or for other texts."
+        )
+    if expected is not None and expected.is_own:
         return f"Healthy: {accepted}."
-    return f"Nothing wrong found: every part helps, and no variant is better ({accepted})."
+    return f"Nothing wrong found: no weight is odd, and no variant is better ({accepted})."
 
 
-def _findings(damage: Damage) -> str:
-    said: Sequence[tuple[str, str]] = [
-        *((each.name, each.says) for each in damage.certain),
-        *((each.name, each.says) for each in damage.effects),
-    ]
-    name, says = said[0]
-    return f"{module_of(name)} is damaged: {name} {says}"
+def _finding(damage: Damage) -> str:
+    if damage.oddities:
+        odd = damage.oddities[0]
+        return f"{module_of(odd.name)} is damaged: {odd.name} {odd.says}"
+    first = damage.parts[0]
+    return (
+        f"{first.module} is damaged, most likely {first.tensor}: a few training steps on that part "
+        f"alone take acceptance to {first.acceptance:.2f}, on any other part to less"
+    )

@@ -81,8 +81,11 @@ def generate_sequences(
         for i, start in enumerate(starts)
     ]
     workers = min(workers or os.cpu_count() or 1, len(jobs))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        shards = list(pool.map(_shard, jobs))
+    if workers == 1:
+        shards = list(map(_shard, jobs))
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            shards = list(pool.map(_shard, jobs))
     parts = (np.concatenate(arrays) for arrays in zip(*shards, strict=True))
     tokens, prompt_length, length = (torch.from_numpy(array) for array in parts)
     return Sequences(tokens, prompt_length, length, torch.arange(count))

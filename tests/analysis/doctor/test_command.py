@@ -41,12 +41,12 @@ def test_plain_prompts_want_the_chat_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = examined(tmp_path, plain=True)
-    assert found["state"] == "faulty"
+    assert found["verdict"] == "convention"
     assert [row["cause"] for row in found["causes"]] == ["chat_template"]
     assert "chat template" in found["causes"][0]["tried"]
     assert found["best_acceptance"] > 2.5 > found["acceptance"]
     printed = "".join(capsys.readouterr().out.split())  # lines are wrapped
-    assert "".join(found["verdict"].split()) in printed
+    assert "".join(found["sentence"].split()) in printed
     for title in (
         "tokens before the draft",
         "what the target's next token is",
@@ -62,7 +62,7 @@ def test_plain_prompts_want_the_chat_template(
 )
 def test_healthy_pairs_are_named_healthy(target: str, method: str, tmp_path: Path) -> None:
     found = examined(tmp_path, f"target={target}", f"method={method}")
-    assert found["state"] == "healthy"
+    assert found["verdict"] == "healthy"
     assert found["causes"] == []
     assert found["figures"]["ceilings"]["top_5"] >= found["acceptance"] > 1.5
     assert 0 < found["draft_share_of_step"] < 1

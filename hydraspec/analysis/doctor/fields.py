@@ -1,0 +1,123 @@
+"""Variants of a drafter's configuration: the head is built again from its files with one field
+changed. For fields that decide how a head is built, which no flag of the built head says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hydraspec.analysis.doctor.patient import Raw
+from hydraspec.analysis.doctor.variants import Family, Subject, Variant, edited, edited_trial
+from hydraspec.errors import UserError
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+EPSILONS = (1e-6, 1e-5)  # that releases have
+SCALES = (1.0, 2.5, 16.0)  # of routed experts, in DeepSeek's releases
+COUNTS = (1, 2, 3, 4, 6, 8)  # of experts per token
+HEADS = (  # these change together where heads are split otherwise
+    ("head_dim", "num_attention_heads", "num_key_value_heads"),
+    ("head_dim", "n_heads", "n_kv_heads"),
+)
+MOST_MASKS = 8  # tokens that are tried as P-EAGLE's mask
+
+
+def config_fields(subject: Subject) -> Iterator[Variant]:
+    """Other values of single fields, as far as the files can be read with them."""
+    patient = subject.patient
+    if patient is None or subject.trial.head is not patient.speculator.head:
+        return  # a repair before this one is not in the files
+    raw = patient.raw_config()
+    for changed in other_values(_layers(raw)):
+        name = next(iter(changed))
+        try:
+            head = patient.rebuilt(partial(_put, changed))
+        except UserError:
+            continue
+        yield Variant(
+            cause=name,
+            says=f"{name} is {_layers(raw)[name]}",
+            tried=", ".join(str(v) if k == name else f"{k} {v}" for k, v in changed.items()),
+            remedy="; ".join(f"set {k} to {v}" for k, v in changed.items())
+            + " in the drafter's configuration",
+            trial=replace(subject.trial, head=head),
+        )
+
+
+def _put(changed: Raw, raw: Raw) -> None:
+    _layers(raw).update(changed)
+
+
+def _layers(raw: Raw) -> Raw:
+    """The part of a configuration that describes decoder layers."""
+    found: Raw = raw.get("transformer_layer_config") or raw.get("text_config") or raw
+    return found
+
+
+def other_values(layers: Raw) -> Iterator[Raw]:
+    """Fields that differ, by their names; several where they only change together."""
+
+    def others(name: str, values: tuple[Any, ...]) -> Iterator[Raw]:
+        now = layers.get(name)
+        if now is not None:
+            yield from ({name: value} for value in values if value != now)
+
+    yield from others("hidden_act", ACTIVATIONS)
+    yield from others("rope_interleave", (True, False))
+    yield from others("norm_topk_prob", (True, False))
+    yield from others("routed_scaling_factor", SCALES)
+    yield from others("num_experts_per_tok", COUNTS)
+    yield from others("rms_norm_eps", EPSILONS)
+    yield from others("norm_eps", EPSILONS)
+    for size, *counts in HEADS:
+        if all(name in layers for name in (size, *counts)):
+            yield {size: layers[size] // 2} | {name: layers[name] * 2 for name in counts}
+            if all(layers[name] % 2 == 0 for name in counts):
+                yield {size: layers[size] * 2} | {name: layers[name] // 2 for name in counts}
+
+
+def mask_tokens(subject: Subject) -> Iterator[Variant]:
+    """Other tokens for P-EAGLE's masks: special ones, and those whose embeddings stand out, since a
+    mask's is trained at every place and the others only where their token is.
+    """
+    head = subject.trial.head
+    now = head.spec.mask_token_id
+    if now is None:
+        return
+    norms = head.embedding.weight.float().norm(dim=1)[: subject.target.vocab_size]
+    far = (norms - norms.median()).abs().argsort(descending=True)[:MOST_MASKS].tolist()
+    special = [*range(MOST_MASKS // 2), subject.target.vocab_size - 1]
+    for token in dict.fromkeys([*special, *far]):
+        if token != now:
+            spec = replace(head.spec, mask_token_id=token)
+            yield Variant(
+                cause="mask_token_id",
+                says=f"rows after the newest read token {now}",
+                tried=str(token),
+                remedy=f"set mask_token_id of the drafter's config.json to {token}",
+                trial=edited_trial(subject.trial, edited(head, spec=spec)),
+            )
+
+
+def centroids(subject: Subject) -> Iterator[Variant]:
+    """More candidates in an output projection that scores centroids first."""
+    head = subject.trial.head
+    part: Any = getattr(head, "centroids", None)
+    if part is None:
+        return
+    for factor in (2, 4, 8):
+        count = part.top_k * factor
+        if count < part.count:
+            other = edited(head, centroids=edited(part, top_k=count))
+            yield Variant(
+                cause="centroid_intermediate_top_k",
+                says=f"{part.top_k} of {part.count} centroids are read",
+                tried=str(count),
+                remedy=f"set centroid_intermediate_top_k of its config.json to {count}",
+                trial=edited_trial(subject.trial, other),
+            )
+
+
+FAMILIES: tuple[Family, ...] = (config_fields, mask_tokens, centroids)
