@@ -183,7 +183,7 @@ def test_output_that_is_lost_on_a_full_disk_is_a_failure(
 @pytest.mark.parametrize(
     ("verb", "module", "read", "typed"),
     [
-        ("compare", "study.compare", ["compared", "show"], ["a", "--write", "out"]),
+        ("compare", "study.compare", ["compared", "tell", "show"], ["a", "--write", "out"]),
         ("report", "study.contents", [], ["a", "--write", "out"]),
         ("gate", "study.baseline", ["usable"], ["--write", "out", "a"]),
         ("replay", "analysis.replay.run", ["replayed"], ["out"]),

@@ -170,7 +170,7 @@ def _evidence(result: Json) -> Block | None:
         Line(
             cells=[
                 *(row["module"], row["tensor"], row["says"]),
-                number(row.get("acceptance_if_replaced")),
+                number(row.get("acceptance_if_trained")),
             ]
         )
         for row in result["evidence"]
@@ -181,7 +181,7 @@ def _evidence(result: Json) -> Block | None:
         title="Evidence: weights",
         note=f"The acceptance length as loaded is {number(result['acceptance'])}.",
         table=Table(
-            header=("module", "tensor", "what is odd", "acceptance without it"),
+            header=("module", "tensor", "what is odd", "acceptance with it trained"),
             lines=lines,
             num_left=3,
         ),
