@@ -95,7 +95,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def comparison_line(self, ours: Json, theirs: Json) -> str:
-        """A part beside that of another engine with the same method, in words."""
+        """A comparison of a part with another engine's part with the same method, in words."""
 
     @abstractmethod
     def title(self, result: Json) -> str:

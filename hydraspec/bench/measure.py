@@ -109,7 +109,7 @@ def _peak_memory_bytes() -> dict[str, int]:
 
 
 def _clocks_under_load(engine: Engine, requests: Sequence[Request]) -> list[dict[str, str]] | None:
-    """The values of nvidia-smi for each device while these requests decode; None if it fails."""
+    """Values of nvidia-smi for each device while these requests decode; None if the tool fails."""
     query = ["nvidia-smi", f"--query-gpu={','.join(CLOCK_FIELDS)}", "--format=csv,noheader"]
     try:
         asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -220,7 +220,7 @@ def _environment(config: RunConfig, engine: str) -> dict[str, str]:
 def _wait(
     command: Sequence[str], log_file: Path, environment: Mapping[str, str], timeout_s: float
 ) -> int | None:
-    """Runs a command and returns its exit status; None after `timeout_s`. The process leads a new
+    """Run a command and return its exit status; None after `timeout_s`. The process leads a new
     session, so that the processes that it starts end with it."""
     with log_file.open("wb") as output:
         process = subprocess.Popen(

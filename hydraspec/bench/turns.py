@@ -30,7 +30,7 @@ def _first_tokens(turns: Sequence[Json]) -> list[tuple[float, float | None]]:
 
 class Turns(Benchmark):
     """Benchmark of passes over the same conversations, each from an empty prefix cache; then of
-    prompts as long as those of the turns that find nothing in the cache (cold)."""
+    cold prompts, as long as those of the turns, which find nothing in the cache."""
 
     question = "How soon does each turn of a conversation begin with {}?"
     curves = (

@@ -1,4 +1,4 @@
-"""The share of correct outputs, and its name in reports: without running code, no "pass rate"."""
+"""The share of correct outputs, and its name: no "pass rate", since the checks run no code."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class RequestCounters:
         return self.finish_reason not in (None, "error")
 
     def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
-        """Count a request's part of a step, here and in `totals`; ms_per_row is the time a row."""
+        """Count a request's part of a step, here and in `totals`; ms_per_row is its time / rows."""
         place = place_bin(self.num_emitted)
         self.num_emitted += len(step.output_token_ids)
         if not step.is_prefill:

@@ -98,10 +98,10 @@ def _cells(tokens: NDArray[np.int64]) -> Array:
 
 
 def _detectable(null: Array, sensitivity: float) -> float | None:
-    """The shift d of probability at every place that is significant with power POWER; None above 1.
+    """The shift in probability at every place that the test detects with power POWER; None above 1.
 
-    The shift adds sensitivity x d² to the mean of chi2 and four times that to its variance under
-    the null (Patnaik, 1949), which makes a quadratic equation in the addition.
+    A shift d adds sensitivity x d² to the null mean of chi2 and four times that to its variance
+    (Patnaik, 1949), which makes a quadratic equation in the addition.
     """
     gap = float(np.quantile(null, 1 - LEVEL)) - float(null.mean())
     reach = normal_quantile(POWER)

@@ -70,7 +70,7 @@ def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ChainPlaces:
-    """Starts of the N chains."""
+    """Places where the N chains start."""
 
     output_place: NDArray[np.int64]  # [N] place in the output of the first drafted token, from 0
     context: NDArray[np.int64]  # [N] tokens before that token

@@ -43,12 +43,12 @@ def plain(value: object) -> Json:
 
 
 def json_line(value: object) -> str:
-    """A line of JSON, newline included."""
+    """`value` as a line of JSON, newline included."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def pretty_json(value: object) -> str:
-    """Indented JSON, newline at the end."""
+    """`value` as indented JSON, newline included."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=2) + "\n"
 
 
@@ -56,8 +56,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file under another name and rename it, so that no half-written file is ever seen.
 
     Raises:
-        CannotWriteError: with the path and a remedy, if the disk is full or the folder cannot be
-            written.
+        CannotWriteError: the disk is full or the folder cannot be written; the message has the
+            path and a remedy.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -20,14 +20,14 @@ from hydraspec.metrics.summary import Goodput, Latencies, Percentiles, TurnFigur
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Limits:
-    """Limits that a request has to meet to count for goodput; None: any time will do."""
+    """Limits that a request has to meet to count for goodput; None: no limit."""
 
     ttft_ms: float | None = None
     inter_token_ms: float | None = None
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    """50th, 90th and 99th percentile, interpolated linearly; null without values."""
+    """50th, 90th and 99th percentile, interpolated linearly; None without values."""
     found = np.fromiter(values, float)
     p50, p90, p99 = np.percentile(found, (50, 90, 99)) if found.size else (None, None, None)
     return {"p50": p50, "p90": p90, "p99": p99}
@@ -138,7 +138,7 @@ class BatchTimes:
 
     @property
     def prefill_s(self) -> float:
-        """Time until every request has its first token."""
+        """Median time in seconds until every request has its first token."""
         return median(self.one_token_s)
 
     @property
@@ -148,7 +148,7 @@ class BatchTimes:
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Decode throughput: tokens after the first of every request / their time."""
+        """Decode throughput: tokens after the first of every request / decode time."""
         return self.num_requests * (self.num_tokens - 1) / self._decode_s
 
     @property

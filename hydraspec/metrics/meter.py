@@ -102,7 +102,7 @@ class Meter:
         return sum(c.num_drafts for c in self.completed)
 
     def num_draft_tokens(self) -> int:
-        """Draft tokens that were verified; one that never met the target does not count."""
+        """Draft tokens that were verified; drafts that no step verified do not count."""
         return sum(c.num_draft_tokens for c in self.completed)
 
     def num_accepted_tokens(self) -> int:
@@ -127,7 +127,7 @@ class Meter:
         return ratio(sum(lengths), len(lengths))
 
     def acceptance_lengths(self) -> list[float]:
-        """1 + accepted tokens / drafts of each request with drafts, in workload order."""
+        """1 + accepted tokens / drafts of each request that has drafts, in workload order."""
         return [1 + c.num_accepted_tokens / c.num_drafts for c in self.completed if c.num_drafts]
 
     def num_drafts_by_category(self) -> dict[str, int]:

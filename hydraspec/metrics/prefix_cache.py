@@ -1,5 +1,5 @@
-"""Figures of prefix caching over the requests of one meter: what was taken from the cache, and
-what could have been."""
+"""Figures of prefix caching over the requests of one meter: the tokens taken from the cache,
+and those that could have been."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks: hooks that a run calls with each record, and the JSON-lines file of steps.
+"""Sinks, whose hooks a run calls with each record, and the JSON-lines file of steps.
 
 A sink only writes. The meter computes, and the lab decides.
 """
@@ -32,7 +32,7 @@ class Sink:
     """Hooks of a run, in the order they are called. A sink overrides those it needs."""
 
     def on_round(self, side: Side, number: int, num_rounds: int) -> None:
-        """Handle the begin of a round of `side`, which decodes its share. Rounds count from 1."""
+        """Handle the start of a round of `side`, which decodes its share. Rounds count from 1."""
 
     def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
         """Handle a step, after `meter` has counted it."""

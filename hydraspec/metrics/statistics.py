@@ -21,9 +21,9 @@ SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own see
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean and its 95 % interval; null where there is nothing to estimate from.
+    """A mean and its 95 % interval; both are None where there is nothing to estimate from.
 
-    The interval is null where fewer than MIN_REQUESTS requests contribute: a bootstrap over so few
+    The interval is None where fewer than MIN_REQUESTS requests contribute: a bootstrap over so few
     would claim certainty.
     """
 
@@ -47,14 +47,14 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 
 def student_tail(t: float, freedom: int) -> float:
-    """P(T ≥ t) of Student's t with that many degrees of freedom."""
+    """P(T ≥ t) of Student's t with `freedom` degrees of freedom."""
     from scipy import special
 
     return float(special.stdtr(freedom, -t))
 
 
 def student_quantile(tail: float, freedom: int) -> float:
-    """The t with P(T ≥ t) = tail."""
+    """The t with P(T ≥ t) = tail for Student's t with `freedom` degrees of freedom."""
     from scipy import special
 
     return -float(special.stdtrit(freedom, tail))
@@ -68,7 +68,7 @@ def normal_tail(z: float) -> float:
 
 
 def normal_quantile(probability: float) -> float:
-    """The z with P(Z ≤ z) = probability."""
+    """The z with P(Z ≤ z) = probability for a standard normal variable."""
     from scipy import special
 
     return float(special.ndtri(probability))

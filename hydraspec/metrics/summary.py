@@ -17,7 +17,7 @@ PROFILE = "decode steps of a profiling run: eager, without graphs, not part of t
 
 
 class Interval(TypedDict):
-    """An estimate with its 95 % interval [low, high]: a bootstrap over requests."""
+    """An estimate with its 95 % interval [low, high], which is null with too few requests."""
 
     mean: float
     ci95: Sequence[float] | None
@@ -56,21 +56,21 @@ class PlaceFigures(TypedDict):
 
 
 class Assessment(TypedDict):
-    """The judgement of the method here, in a word and in a sentence."""
+    """The judgement of a method, in a word and in a sentence."""
 
     says: Literal["worth_it", "cannot_tell", "slower"]
     sentence: str
 
 
 class CategoryAccuracy(TypedDict):
-    """Correct outputs over the scored requests of one category."""
+    """Share of correct outputs among the scored requests of one category."""
 
     exact_match: float
     num_scored: int
 
 
 class Accuracy(CategoryAccuracy):
-    """Correct outputs over all scored requests, and by category; metrics.accuracy names the share.
+    """Share of correct outputs among all scored requests, and by category; see metrics.accuracy.
 
     `exact_match` is the share that `scoring` calls correct; "defines" compares no answer.
     """

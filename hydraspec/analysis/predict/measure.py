@@ -113,12 +113,12 @@ class Costs:
 
     @property
     def num_drafts(self) -> int:
-        """K of the engine."""
+        """K of the engine: drafts of a step."""
         return self.engine.info.num_speculative_tokens
 
     def measure(self, answers: Answers, batch: int) -> None:
         """Time a round: STEPS decode steps of `batch` requests in the middle of their answers,
-        reused in turn if they are fewer.
+        reused in turn if there are fewer.
 
         Raises:
             ConfigurationError: so many requests do not fit into the KV cache.
@@ -172,8 +172,8 @@ class Costs:
         return self.times.table(batches, [self.num_drafts])
 
     def ms_per_prompt_row(self, batches: Sequence[int]) -> float:
-        """Milliseconds that a prompt's token adds to a step: the time of steps that only read
-        prompts, less that of the smallest decode step, by rows. It is 0 where none was timed."""
+        """Milliseconds that a prompt's token adds to a step: (time of a prompt-only step
+        - time of the smallest decode step) / rows, the median; 0 where none was timed."""
         least = self.times.typical(self.times.step_ms[min(batches), self.num_drafts])
         rows = [
             max(0.0, milliseconds - least) / count

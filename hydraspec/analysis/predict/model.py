@@ -67,7 +67,7 @@ def measured_acceptance(counters: Sequence[RequestCounters], num_drafts: int) ->
 
 
 def assumed_acceptance(rates: Sequence[float], num_drafts: int, num_requests: int) -> Acceptance:
-    """Acceptance with the conditional `rates` in every request; the last one holds beyond."""
+    """Acceptance with the conditional `rates` in every request; positions beyond have the last."""
     filled = [*rates, *[rates[-1]] * num_drafts][:num_drafts]
     pooled = np.cumprod(np.array(filled, float))
     return Acceptance(np.tile(pooled, (num_requests, 1)), pooled)

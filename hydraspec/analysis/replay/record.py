@@ -51,7 +51,7 @@ class Drafted:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Record:
-    """A run and its drafts."""
+    """A run and the drafts that it recorded."""
 
     run: Run
     source: Literal["positions", "trace"]

@@ -26,7 +26,7 @@ class Rule:
 
     Attributes:
         num_speculative_tokens: the most drafts of a step.
-        max_tokens: the length at which outputs are cut; None: their own.
+        max_tokens: the length at which outputs are cut; None: they are not.
         min_probability: a step offers only the drafts before the first to which the drafter gives
             a smaller probability.
         candidates: the number of the drafter's best tokens among which the target's is accepted, at
