@@ -1,4 +1,4 @@
-"""The parts in which benchmarks differ: the rows they measure, and their columns in the table."""
+"""The interface of benchmarks: the rows that each measures, and its columns in the table."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from hydraspec.types import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A figure of each part against rates, turns, batches or passes: a chart of a report."""
+    """A chart of a report: a figure of each part against rates, turns, batches or passes."""
 
     title: str
     note: str
     x_name: str
     y_name: str
-    points: Callable[[Json], Sequence[tuple[float | None, float | None]]]  # of a part
+    points: Callable[[Json], Sequence[tuple[float | None, float | None]]]  # (x, y) of a part
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table. Its cells hold numbers, side by side, or a word.
+    """A column of the table, whose cells hold numbers side by side, or a word.
 
     Attributes:
-        of: the numbers of a part's line, or the word.
-        ratio_digits: of a line below two engines with our numbers over theirs; None: no ratios.
+        of: gives the numbers, or the word, for a part's line.
+        digits: decimal places of the numbers.
+        ratio_digits: decimal places of ratios of two engines in a line below; None: no ratios.
     """
 
     heading: str
@@ -39,12 +40,12 @@ class Column:
     ratio_digits: int | None = None
 
     def cell(self, line: Json) -> str:
-        """The cell of a part's line."""
+        """The text of the cell in a part's line."""
         found = self.of(line)
         return found if isinstance(found, str) else _side_by_side(found, self.digits)
 
     def ratio_cell(self, ours: Json, theirs: Json) -> str:
-        """The cell below the lines of two engines."""
+        """The text of the cell below two engines' lines: ours / theirs; empty without ratios."""
         a, b = self.of(ours), self.of(theirs)
         if self.ratio_digits is None or isinstance(a, str) or isinstance(b, str):
             return ""
@@ -52,25 +53,25 @@ class Column:
 
 
 class Benchmark(ABC):
-    """A choice of the group `bench`. A part is an engine with a method, and has several rows."""
+    """A choice of the config group `bench`. A part is an engine with a method, in several rows."""
 
-    question: str  # the title of a report over it, {} is the target
+    question: str  # title of a report over the benchmark; {} is the target
     curves: Sequence[Curve]
     heading: str  # of the table in bench.html
-    unit: str  # what a row is of
+    unit: str  # name of what a row measures
     units: str
-    keys: Sequence[str]  # of config.bench that say what is measured
-    engine_keys: Sequence[str] = ()  # the same of config.engine
-    needs_times = False  # of each request's tokens: vLLM then records its steps, too
+    keys: Sequence[str]  # keys of config.bench that say what is measured
+    engine_keys: Sequence[str] = ()  # keys of config.engine that do so
+    needs_times = False  # of each request's tokens, for which vLLM records its steps
 
     def settings(self, config: RunConfig) -> Json:
-        """The keys of bench.json that say what is measured."""
+        """The settings in bench.json that say what is measured, by key."""
         found = {key: getattr(config.bench, key) for key in self.keys}
         return {**found, **{key: getattr(config.engine, key) for key in self.engine_keys}}
 
     @abstractmethod
     def num_rows(self, config: RunConfig) -> int:
-        """Rows of a part that is whole."""
+        """Number of rows of a complete part."""
 
     @abstractmethod
     def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
@@ -85,7 +86,7 @@ class Benchmark(ABC):
         return {}
 
     def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
-        """Overrides that the earlier parts add to the next one's process."""
+        """Overrides that the earlier parts add to the command of the next one's process."""
         return []
 
     @abstractmethod
@@ -94,7 +95,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def comparison_line(self, ours: Json, theirs: Json) -> str:
-        """A part beside that of another engine with the same method, in words."""
+        """A comparison of a part with another engine's part with the same method, in words."""
 
     @abstractmethod
     def title(self, result: Json) -> str:
@@ -105,7 +106,7 @@ class Benchmark(ABC):
         """The columns that only this benchmark has."""
 
     def lines(self, part: Json) -> list[Json]:
-        """A part's lines in the table, as columns read them."""
+        """A part's lines in the table, in the form that `columns` read."""
         return [part]
 
     @abstractmethod

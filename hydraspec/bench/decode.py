@@ -21,7 +21,7 @@ CLOCK_TOKENS = 64
 
 
 class Decode(Benchmark):
-    """Batches of equal requests, each decoded whole and for one token alone."""
+    """Benchmark of batches of equal requests, decoded to full length and for one token alone."""
 
     question = "What is the time per output token with {}?"
     curves = (
@@ -90,7 +90,7 @@ class Decode(Benchmark):
 
 
 def _of_batch(batch: int, key: str) -> Callable[[Json], list[float | None]]:
-    """A figure of a part's row of some batch; None where that was not measured."""
+    """Getter of figure `key` of a part at a batch size; [None] where that was not measured."""
 
     def of(part: Json) -> list[float | None]:
         rows = [row for row in part["rows"] if row["batch"] == batch]
@@ -100,7 +100,8 @@ def _of_batch(batch: int, key: str) -> Callable[[Json], list[float | None]]:
 
 
 def _time_batch(config: RunConfig, engine: Engine, batch: int) -> Json:
-    """A warm-up, then bench.repeats times the whole output and one token alone."""
+    """The row of a batch size: after a warm-up, the whole output and one token alone are timed in
+    turn, bench.repeats times."""
     num_tokens = config.bench.output_tokens
     whole = Passes(engine, requests_of(config, engine, batch, num_tokens))
     first = Passes(engine, requests_of(config, engine, batch, 1))
@@ -129,6 +130,6 @@ def _time_batch(config: RunConfig, engine: Engine, batch: int) -> Json:
 
 
 def requests_of(config: RunConfig, engine: Engine, batch: int, num_tokens: int) -> list[Request]:
-    """`batch` random prompts; each request decodes num_tokens."""
+    """Requests for `batch` random prompts, each of which decodes exactly num_tokens tokens."""
     prompts = random_prompts(config, engine.info.vocab_size, batch)
     return make_requests(config, prompts, [num_tokens] * batch)

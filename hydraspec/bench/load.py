@@ -22,7 +22,7 @@ from hydraspec.types import Request, StepRecord
 
 log = logging.getLogger(__name__)
 
-PROMPT_SIGMA, OUTPUT_SIGMA = 1.0, 0.6  # of the logarithms of the lengths
+PROMPT_SIGMA, OUTPUT_SIGMA = 1.0, 0.6  # standard deviations of the logarithms of the lengths
 SHORTEST = 16  # tokens, or the median where that is less
 UNSETTLED_STEPS = 2  # first decode steps of a pass; left out where others follow
 REQUEST_KEYS = (
@@ -32,7 +32,7 @@ REQUEST_KEYS = (
 
 
 class Load(Benchmark):
-    """Passes over the same requests, through as many slots as engine.max_num_seqs."""
+    """Benchmark of passes over the same requests, through engine.max_num_seqs slots."""
 
     question = "How long does a mixed load take with {}?"
     curves = (
@@ -137,13 +137,13 @@ def _lengths(
 def bound_of(
     config: RunConfig, engine: Engine, requests: Sequence[Request], last: Json
 ) -> Json | None:
-    """The time that a mixed load would take if prompts and full decode steps were all there is,
-    with this engine's own times, and the `last` pass over it: (output tokens / slots / tokens per
-    step) x time of a full step + prompt tokens / prefill rate.
+    """The least time of a mixed load with this engine's own times, with all decode steps full, and
+    the ratio of the `last` pass to it: (output tokens / slots / tokens per step) x time of a full
+    step + prompt tokens / prefill rate.
 
     The full step is the median decode step with every slot in use, over requests of the load's mean
-    lengths. The prefill rate is that of the load's own prompts, each followed by one token. None
-    from an engine that reports completions only, or where no step was full.
+    lengths. The prefill rate is that of the load's own prompts, each followed by one token. Returns
+    None for an engine that reports completions only, or where no step was full.
     """
     if last["num_steps"] is None:
         return None
@@ -171,7 +171,7 @@ def bound_of(
 
 
 def _full_step_ms(engine: Engine, requests: Sequence[Request], slots: int) -> float | None:
-    """Median wall time of the decode steps in which `slots` requests take part."""
+    """Median ms of the decode steps in which `slots` requests take part; None without any."""
     prompts = [request.prompt_token_ids or [] for request in requests]
     length = round(statistics.fmean(map(len, prompts)))
     num_tokens = round(statistics.fmean(request.sampling.max_tokens for request in requests))

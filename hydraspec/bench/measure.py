@@ -1,4 +1,4 @@
-"""The figures of one engine with one method, which is loaded once and measures every row."""
+"""Measures a part: one engine with one method, which is loaded once for every row."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ CLOCK_FIELDS = (
 
 
 def measure(config: RunConfig) -> Json:
-    """Load the engine that `config` names and measure every row of the benchmark: a part.
+    """Load the engine that `config` names, measure every row of the benchmark and return the part.
 
-    first_step_s is what a user waits for the first token of a fresh process: loading, warm-up,
-    capture and that token; imports of torch are not in it. After an interrupt the part has the
-    rows that were finished, and status "interrupted".
+    first_step_s is the time to the first token of a fresh process: loading, warm-up, capture and
+    that token, without imports of torch. After an interrupt the part has the rows that were
+    finished, and status "interrupted".
 
     Raises:
         ConfigurationError: requests are longer than the target takes.
-        KeyboardInterrupt: before any row was finished.
+        KeyboardInterrupt: an interrupt came before any row was finished.
     """
     benchmark = BENCHMARKS[config.bench.name]
     started = time.perf_counter()
@@ -66,7 +66,7 @@ def measure(config: RunConfig) -> Json:
                 raise
             part["status"] = INTERRUPTED
             part["reason"] = f"after {num_done} of {num_wanted} {benchmark.units}"
-        # Known at the end: the peak over all rows, and what later captures took or could not.
+        # Known only at the end: the peak over all rows, and memory and warnings of later captures.
         part |= {
             "memory_bytes": engine.info.memory_bytes,
             "peak_memory_bytes": _peak_memory_bytes(),
@@ -99,7 +99,7 @@ def _part(engine: Engine, *, load_s: float, first_step_s: float) -> Json:
 
 
 def _peak_memory_bytes() -> dict[str, int]:
-    """The most that torch has held on the device in this process; empty without one."""
+    """The most that torch has held on the device in this process; empty without a device."""
     if not torch.cuda.is_available():
         return {}
     return {
@@ -109,7 +109,7 @@ def _peak_memory_bytes() -> dict[str, int]:
 
 
 def _clocks_under_load(engine: Engine, requests: Sequence[Request]) -> list[dict[str, str]] | None:
-    """The answer of nvidia-smi for each device while these requests are decoded, untimed."""
+    """Values of nvidia-smi for each device while these requests decode; None if the tool fails."""
     query = ["nvidia-smi", f"--query-gpu={','.join(CLOCK_FIELDS)}", "--format=csv,noheader"]
     try:
         asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -15,19 +15,19 @@ from hydraspec.metrics.statistics import ratio
 from hydraspec.types import Completion, Request, StepRecord
 from hydraspec.workloads.reading import fixed_length_sampling
 
-STREAM = 0x62656E63  # of the prompts' random numbers
+STREAM = 0x62656E63  # seed of the prompts' random numbers
 
 
 class Passes:
-    """Passes of the same requests through an engine: all offered at once, or as they arrive.
+    """Timed passes of the same requests through an engine: offered all at once, or as they arrive.
 
     Attributes:
-        seconds: of each pass, from its start to the last token. A step that the engine has launched
-            ahead and that no request needs is not waited for.
+        seconds: time of each pass from its start to the last token, without waiting for a step that
+            was launched ahead and that no request needs.
         meter: the counts of all passes together.
         steps: the records of the last pass; none from an engine that reports completions only.
-        completions: those of the last pass, in the order in which they ended.
-        num_built: kernels compiled and graphs captured in the last pass.
+        completions: the completions of the last pass, in the order in which they ended.
+        num_built: number of kernels compiled and graphs captured in the last pass.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
@@ -69,14 +69,14 @@ class Passes:
                 self.meter.add_completion(event)
 
     def figures(self) -> Json:
-        """The keys of a row that every benchmark of whole passes has, of the only pass."""
+        """The figures of a row that every benchmark of whole passes has, after exactly one pass."""
         (seconds,), num_tokens = self.seconds, self.meter.num_output_tokens()
         return {
             "seconds": seconds,
             "num_output_tokens": num_tokens,
             "tokens_per_second": ratio(num_tokens, seconds),
             "acceptance_length": self.meter.acceptance_length().mean,
-            "num_steps": self.meter.steps.num_steps or None,  # None: it reports completions only
+            "num_steps": self.meter.steps.num_steps or None,  # None: only completions are reported
         }
 
     def _check(self, completions: Sequence[Completion]) -> None:
@@ -94,7 +94,7 @@ class Passes:
 def make_requests(
     config: RunConfig, prompts: Iterable[list[int]], num_tokens: Iterable[int]
 ) -> list[Request]:
-    """A request for each prompt of token ids, which decodes exactly its number of tokens."""
+    """A request for each prompt of token ids, which decodes exactly its entry of num_tokens."""
     return [
         Request(
             index=i,
@@ -107,8 +107,8 @@ def make_requests(
 
 
 def random_prompts(config: RunConfig, vocab_size: int, batch: int) -> list[list[int]]:
-    """`batch` prompts of bench.prompt_tokens (of bench=turns: turn_tokens) random tokens, the same
-    for every engine."""
+    """Random token ids of `batch` prompts with bench.prompt_tokens each (bench=turns: turn_tokens),
+    the same for every engine."""
     rng = np.random.default_rng([config.seed, STREAM, batch])
     length = config.bench.prompt_tokens or config.bench.turn_tokens
     ids: list[list[int]] = rng.integers(0, vocab_size, (batch, length)).tolist()

@@ -1,7 +1,7 @@
-"""A benchmark in place of a run: a table by engine and method.
+"""Runs a benchmark in place of a run: a table by engine and method.
 
 Each engine and method runs in a separate process, one after another, so that none finds the
-device's memory taken; this one only starts them and puts their figures side by side.
+device's memory taken; this process only starts them and puts their figures side by side.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OWN_KEYS = {"engine", "method", "tracker", "baseline"}
 OWN_KEYS |= {"bench.engines", "bench.methods", "bench.isolate"}
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")  # the last line of a traceback
 RANK = re.compile(r"\[rank\d+\]: ?")  # torch writes it before every line of a traceback
-WORKER = re.compile(r"\(Worker\S* pid=\d+\) ERROR [^\[]*\[\S+\] ")  # vLLM, of its processes
+WORKER = re.compile(r"\(Worker\S* pid=\d+\) ERROR [^\[]*\[\S+\] ")  # vLLM's worker processes
 STATUSES = {0: "ok", 2: "refused", STOPPED: INTERRUPTED}  # by exit status; any other is "failed"
 SECONDS_TO_STOP = 20
 SYNTHETIC = "method.verification=synthetic with the acceptance length of a run over real text"
@@ -66,13 +66,13 @@ def run(
     """Run the benchmark of config.bench and return the content of `run_dir`/bench.json.
 
     The status is "failed" if a process failed or nothing could be measured. An engine that refuses
-    (vLLM that is not installed, say) is left out of the table, with its reason below it.
+    (vLLM that is not installed, say) is left out of the table, below which its reason stands.
 
     Raises:
-        KeyboardInterrupt: once what was finished is saved, with status "interrupted".
+        KeyboardInterrupt: an interrupt came; finished rows are saved, with status "interrupted".
         ConfigurationError: requests are longer than the target takes.
-        CheckpointError, ConfigurationError: from the engine, where bench.isolate is false.
-        OSError: with the path, if the run folder cannot be written.
+        CheckpointError, ConfigurationError: the engine refuses, where bench.isolate is false.
+        OSError: the run folder, which is named, cannot be written.
     """
     _check_target_has_room(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
@@ -101,7 +101,7 @@ def run(
 
     try:
         for part in _parts(config, folder.path, overrides, console):
-            parts.append(part)  # what came before an interrupt is kept
+            parts.append(part)  # parts before an interrupt are kept
     except KeyboardInterrupt:
         save(INTERRUPTED)
         raise
@@ -123,10 +123,10 @@ def _parts(
 
 def _check_target_has_room(config: RunConfig) -> None:
     """Refuse requests that are longer than the target takes before a process is started for them.
-    The processes find out about a hub id, which may have to be downloaded.
+    A hub id, which may have to be downloaded, is left to the processes.
 
     Raises:
-        ConfigurationError: as the engine would.
+        ConfigurationError: requests are longer than the target takes.
     """
     checkpoint = config.target.checkpoint
     is_here = checkpoint.startswith((ZOO_PREFIX, SHAPE_PREFIX)) or Path(checkpoint).is_dir()
@@ -183,15 +183,15 @@ def _in_processes(
 def command_of(
     engine: str, method: str, folder: Path, overrides: Sequence[str], benchmark: Benchmark
 ) -> list[str]:
-    """The command typed, for one engine and one method alone."""
+    """The command of a process for one engine and one method, with the overrides typed."""
     kept = [typed for typed in overrides if _is_kept(typed.lstrip("+~").partition("=")[0])]
     path = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [
         *(sys.executable, "-m", "hydraspec", *kept),
         *(f"engine={engine}", f"method={method}", "tracker=none", "baseline=false"),
         *(f"bench.engines=[{engine}]", f"bench.methods=[{method}]", "bench.isolate=false"),
-        # As vLLM's own generate() runs, unless what it says of single steps is the measurement:
-        # recording every step would cost it time.
+        # vLLM runs as its own generate() does, unless times of tokens are measured: recording
+        # every step would cost time.
         *(
             ["engine.vllm.record_steps=false"]
             if engine == VLLM and not benchmark.needs_times
@@ -202,7 +202,7 @@ def command_of(
 
 
 def _is_kept(key: str) -> bool:
-    if key == SEARCH_PATH:  # further choices may be of the method or the target
+    if key == SEARCH_PATH:  # choices found there may be the method or the target
         return True
     return key not in OWN_KEYS | {"hydra"} and not key.startswith(("hydra.", "hydra/", "tracker."))
 
@@ -210,7 +210,7 @@ def _is_kept(key: str) -> bool:
 def _environment(config: RunConfig, engine: str) -> dict[str, str]:
     environment = dict(os.environ)
     if engine == VLLM:
-        # Its sampler would be compiled on first use; greedy decoding does not use it.
+        # vLLM's sampler would be compiled on first use; greedy decoding does not use it.
         environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         paths = [config.bench.vllm_pythonpath, environment.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -220,8 +220,8 @@ def _environment(config: RunConfig, engine: str) -> dict[str, str]:
 def _wait(
     command: Sequence[str], log_file: Path, environment: Mapping[str, str], timeout_s: float
 ) -> int | None:
-    """The exit status; None if the time was up. The process leads a new session, so that the
-    processes it starts end with it."""
+    """Run a command and return its exit status; None after `timeout_s`. The process leads a new
+    session, so that the processes that it starts end with it."""
     with log_file.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -265,8 +265,8 @@ def _part_of(
     code: int | None,
     earlier: int | None,
 ) -> Json:
-    """The part that a process measured, or its status and reason. `earlier`: when bench.json was
-    last written before."""
+    """The part that a process measured, or one without rows, with status and reason. `earlier` is
+    the time in ns at which bench.json was last written before; None if there was none."""
     written = _written(folder / BENCH)
     if code == 0 or (code == STOPPED and written not in (None, earlier)):
         parts: list[Json] = json.loads((folder / BENCH).read_text(encoding="utf-8"))["parts"]
@@ -280,9 +280,9 @@ def _part_of(
 
 
 def _last_words(log_file: Path) -> str:
-    """The message that a process ended with, on one line, quoted from its log: ours, else that of
-    the last exception, which libraries may follow with warnings, else the last line. An exception
-    of a worker process is the cause of its engine's."""
+    """The message that a process ended with, on one line, quoted from its log: hydraspec's, else
+    that of the last exception, which libraries may follow with warnings, else the last line. An
+    exception of a worker process goes first, as the cause of its engine's."""
     text = log_file.read_text(encoding="utf-8", errors="replace")
     lines = [RANK.sub("", line, count=1) for line in text.splitlines()]
     said = [i for i, line in enumerate(lines) if line.startswith("hydraspec: ")]

@@ -27,13 +27,13 @@ WAITS = {  # by key of a row: its heading, the figures of a cell, digits
     "queue": ("queue {}, ms", PLACES, 0),
     "inter_token": ("ITL {}, ms", ("mean", "p99"), 2),
 }
-MOST = 0.9  # of the requests: a rate that is kept
+MOST = 0.9  # share of requests in limits at which a rate counts as kept
 
 
 def _by_rate(
     title: str, key: str, figure_name: str, *, unit: str = "ms", of: str = "By request rate."
 ) -> Curve:
-    """A figure of a part's rows against their rates."""
+    """Curve of a figure of a part's rows against their request rates."""
 
     def points(part: Json) -> list[tuple[float, float | None]]:
         rows = _at_rates(part)
@@ -43,12 +43,12 @@ def _by_rate(
 
 
 def _at_rates(part: Json) -> list[Json]:
-    """The rows but that of all requests at once."""
+    """The rows of a part that have a request rate: all but that of all requests at once."""
     return [row for row in part["rows"] if row["request_rate"] is not None]
 
 
 class Serve(Benchmark):
-    """The requests of bench=load, first all at once and then at each rate."""
+    """Benchmark of the requests of bench=load, offered first all at once and then at each rate."""
 
     question = "Up to what request rates are limits kept with {}?"
     curves = (
@@ -85,7 +85,7 @@ class Serve(Benchmark):
         return load.requests_of(config, engine)[: config.engine.max_num_seqs]
 
     def carried(self, config: RunConfig, parts: Sequence[Json]) -> list[str]:
-        """The peak rate of the first part that was measured, for all others."""
+        """The override of bench.peak_rate with that of the first part measured, for later parts."""
         if config.bench.peak_rate is not None:
             return []
         found = [part["rows"][0]["requests_per_second"] for part in parts if part["rows"]]
@@ -156,7 +156,7 @@ def _percent_in_limits(row: Json) -> list[float | None]:
 def _row(
     config: RunConfig, engine: Engine, requests: Sequence[Request], rate: float | None
 ) -> Json:
-    """The row of a pass; rate None: all requests at once. Other rates stretch the same arrivals."""
+    """The row of a pass; rate None: all requests at once. All rates stretch the same arrivals."""
     process = ArrivalProcess(rate=rate, burstiness=1.0, seed=config.seed)
     passes = Passes(engine, process.offered(requests, 1))
     passes.run()
@@ -177,7 +177,7 @@ def _row(
 
 
 def summary_of(values: Sequence[float]) -> Json:
-    """Mean and percentiles; null without values."""
+    """Mean and percentiles of values, each None without values."""
     return {"mean": ratio(sum(values), len(values)), **percentiles(values)}
 
 

@@ -1,5 +1,5 @@
-"""Benchmarks as blocks: an answer, charts and the table of each bench.json, for the console, pages
-and reports, and tables of several side by side. Measures nothing.
+"""Benchmarks as blocks of reports, pages and the console: an answer, charts and the table of each
+bench.json, and tables of several side by side. The module measures nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.settings import typed_labels
 
 Result = tuple[Path, Json]  # a folder and its bench.json
-NUM_LEFT = 3  # columns of names
+NUM_LEFT = 3  # columns of names, which are left-aligned
 OURS, THEIRS = "native", "vllm"
 GIB = 1 << 30
 VERSIONS = ("hydraspec", "torch", "triton", "transformers", "vllm")
 CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-SEVERAL = "What do benchmarks say of {}?"  # of benchmarks of several kinds
+SEVERAL = "What do benchmarks say of {}?"  # title over benchmarks of several kinds
 
 
 def read(folder: Path) -> list[Result]:
@@ -37,7 +37,7 @@ def read(folder: Path) -> list[Result]:
     job that took over an equal job's result is left out.
 
     Raises:
-        ConfigurationError: a bench.json that is damaged.
+        ConfigurationError: a bench.json is damaged.
     """
     if not folder.is_dir() or (folder / SUMMARY).is_file():
         return []
@@ -51,7 +51,7 @@ def read(folder: Path) -> list[Result]:
 
 
 def _read(file: Path) -> Json:
-    """A checked bench.json: its question and its section can be made."""
+    """The content of a bench.json, after a check that its question and section can be made."""
     try:
         result: Json = json.loads(file.read_text(encoding="utf-8"))
         _question([result])
@@ -71,7 +71,8 @@ def extended(
     asked: str | None = None,
     notes: Sequence[str] = (),
 ) -> Study:
-    """A report over runs with these benchmarks added, or one over these alone, with `notes`."""
+    """The report `made` over runs with these benchmarks added; if None, a report over them
+    alone, with the question `asked` and `notes`."""
     count = "1 benchmark" if len(results) == 1 else f"{len(results)} benchmarks"
     titles = _titles(results)
     verdicts = [_verdict(result, title) for (_, result), title in zip(results, titles, strict=True)]
@@ -90,14 +91,14 @@ def extended(
 
 
 def show(results: Sequence[Result]) -> None:
-    """Print what `side_by_side` makes."""
+    """Print the tables of `side_by_side`."""
     for block in side_by_side(results):
         print_block(table_console(WIDE), block)
 
 
 def side_by_side(results: Sequence[Result]) -> list[Block]:
-    """The tables of benchmarks that have the same columns as one, with the settings that tell each
-    benchmark from the others; none where all columns differ."""
+    """Tables that join the benchmarks with equal columns, labelled by the settings that tell each
+    benchmark from the others; empty where all columns differ."""
     alike: dict[tuple[str, ...], list[Line]] = {}
     for label, (folder, result) in zip(_labels(results), results, strict=True):
         columns = (BENCHMARKS[result["bench"]].heading, *header_of(result))
@@ -144,21 +145,21 @@ def _measured(result: Json) -> dict[str, dict[str, Json]]:
 
 
 def _pairs(result: Json) -> Iterator[tuple[str, Json, Json]]:
-    """Methods that both engines were measured with."""
+    """Yield the methods that both engines were measured with, and the parts of both."""
     for method, parts in _measured(result).items():
         if {OURS, THEIRS} <= {*parts}:
             yield method, parts[OURS], parts[THEIRS]
 
 
 def _summaries(result: Json) -> Iterator[str]:
-    """Each part by itself."""
+    """Yield a sentence on each part by itself."""
     for part in result["parts"]:
         if part["rows"]:
             yield f"{_name(part)}: {BENCHMARKS[result['bench']].summary_line(part)}"
 
 
 def _comparisons(result: Json) -> Iterator[str]:
-    """Both engines beside each other, by method."""
+    """Yield a sentence for each method on both engines beside each other."""
     for method, ours, theirs in _pairs(result):
         told = BENCHMARKS[result["bench"]].comparison_line(ours, theirs)
         yield f"{_drafts(method)}, {OURS} and {THEIRS}: {told}"
@@ -190,7 +191,7 @@ def _section(of: Result, title: str) -> Section:
 
 
 def _chart(curve: Curve, result: Json) -> Iterator[Block]:
-    """A line for each part that has such figures; no block where none has."""
+    """Yield the chart of a curve, a line for each part with its figures; nothing where none has."""
     found = []
     for part, color in zip(result["parts"], COLORS, strict=False):
         name = _name(part)
@@ -208,7 +209,7 @@ def _chart(curve: Curve, result: Json) -> Iterator[Block]:
 
 
 def ratios(result: Json) -> Json:
-    """Our times over vLLM's where both were measured, method → figure → ratio: below 1, faster."""
+    """Times of the native engine / vLLM's, by method and figure; below 1 native is faster."""
     benchmark = BENCHMARKS[result["bench"]]
     return {
         method: {
@@ -220,7 +221,7 @@ def ratios(result: Json) -> Json:
 
 
 def print_result(result: Json, console: Console) -> None:
-    """The table, what it was measured on, and why cells are missing."""
+    """Print the table, what it was measured on, and why parts are missing."""
     made = Block(title=title_of(result), table=_table(result))
     print_block(console, made)
     for name, text in notes_of(result):
@@ -233,7 +234,7 @@ def page_of(result: Json) -> str:
 
 
 def title_of(result: Json) -> str:
-    """The title of a benchmark, in a line."""
+    """The title of a benchmark: target, dtype and its own words."""
     return f"{result['target']}, {result['dtype']}: {BENCHMARKS[result['bench']].title(result)}"
 
 
@@ -243,13 +244,13 @@ def _table(result: Json, folder: Path | None = None) -> Table:
 
 
 def header_of(result: Json) -> list[str]:
-    """Headings: the benchmark's own columns between those of every benchmark."""
+    """Headings of the table: the benchmark's own between those that every benchmark has."""
     columns = [*BENCHMARKS[result["bench"]].columns(result), *OF_PARTS]
     return ["method", "engine", *(column.heading for column in columns)]
 
 
 def cells_of(result: Json) -> Iterator[list[str]]:
-    """The lines of each engine and method, and below the two engines one with their ratios."""
+    """Yield the cells of each engine's and method's lines, and below both engines' their ratios."""
     benchmark = BENCHMARKS[result["bench"]]
     columns = benchmark.columns(result)
     for parts in _measured(result).values():
@@ -281,15 +282,15 @@ OF_PARTS = (
 
 
 def _of_part(line: int, *parts: Json) -> list[str]:
-    """The cells that every benchmark has, of a part or of the ratios of two, on the first line."""
+    """Cells that every benchmark has, of a part or of two parts' ratios; empty after line 0."""
     if line:
         return [""] * len(OF_PARTS)
     return [c.cell(*parts) if len(parts) == 1 else c.ratio_cell(*parts) for c in OF_PARTS]
 
 
 def notes_of(result: Json) -> Iterator[tuple[str, str]]:
-    """Name and text of each note: warnings, and versions, device and memory of a part, or why it is
-    missing."""
+    """Name and text of each note: warnings, and versions, device and memory of a part, or why the
+    part is missing."""
     yield from (("warning", text) for text in result.get("warnings", ()))
     for part in result["parts"]:
         name = f"{part['engine']}, {part['method']}"

@@ -1,4 +1,4 @@
-"""bench=turns: conversations whose turns find what came before in the prefix cache."""
+"""bench=turns: conversations whose turns find the turns before in the prefix cache."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hydraspec.workloads.conversations import in_conversations
 
 log = logging.getLogger(__name__)
 
-STREAM, COLD_STREAM = 0x7475726E, 0x636F6C64  # of the prompts' random numbers
+STREAM, COLD_STREAM = 0x7475726E, 0x636F6C64  # seeds of the prompts' random numbers
 
 
 def _first_tokens(turns: Sequence[Json]) -> list[tuple[float, float | None]]:
-    """Mean time to first token against the turn."""
+    """Pairs of a turn's number and its mean time to first token in ms."""
     return [(each["turn"], each["ttft"]["mean"]) for each in turns]
 
 
 class Turns(Benchmark):
-    """Passes over the same conversations, each from an empty cache; then prompts as long as those
-    of the turns, cold."""
+    """Benchmark of passes over the same conversations, each from an empty prefix cache; then of
+    cold prompts, as long as those of the turns, which find nothing in the cache."""
 
     question = "How soon does each turn of a conversation begin with {}?"
     curves = (
@@ -119,19 +119,19 @@ class Turns(Benchmark):
 
 
 def _of_turn(turn: int, line: Json) -> list[float | None]:
-    """Mean time to the first token; None for a turn that was not measured."""
+    """Mean time to the first token of a turn; None for a turn that was not measured."""
     return [dict(_first_tokens(line["turns"])).get(turn)]
 
 
 def _of_pass(key: str, line: Json, *, factor: float = 1) -> list[float | None] | str:
-    """A figure of a whole pass; cold prompts have none."""
+    """A figure of a whole pass x `factor`; empty for cold prompts, which have none."""
     if key not in line:
         return ""
     return [None if line[key] is None else factor * line[key]]
 
 
 def requests_of(config: RunConfig, engine: Engine) -> list[Request]:
-    """Turns of random tokens, the same for every engine; the answers are the engine's own."""
+    """Turns of conversations in random tokens, equal for every engine; answers are the engine's."""
     bench, rng = config.bench, np.random.default_rng([config.seed, STREAM])
     count = bench.num_conversations * bench.num_turns
     prompts: list[list[int]] = rng.integers(
@@ -164,8 +164,8 @@ def _time_pass(engine: Engine, requests: Sequence[Request], number: int) -> Json
 
 
 def _turn(turn: int, completions: Sequence[Completion]) -> Json:
-    """Figures of one turn of all conversations. Answers have the same length in each, so prompts
-    have too."""
+    """Figures of one turn over all conversations. Answers have the same length in each, and so
+    have prompts."""
     num_prompt = sum(len(done.prompt_token_ids) for done in completions)
     return {
         "turn": turn,
@@ -176,8 +176,8 @@ def _turn(turn: int, completions: Sequence[Completion]) -> Json:
 
 
 def _cold_turn(config: RunConfig, engine: Engine, turn: int) -> Json:
-    """The figures of random prompts, a conversation each and as long as those of `turn`, all at
-    once: a run begins with an empty cache."""
+    """Figures of random prompts as long as those of `turn`, one for each conversation, offered all
+    at once; a run begins with an empty cache."""
     bench, rng = config.bench, np.random.default_rng([config.seed, COLD_STREAM, turn])
     length = turn * bench.turn_tokens + (turn - 1) * bench.output_tokens
     count = bench.num_conversations

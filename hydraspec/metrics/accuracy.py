@@ -1,4 +1,4 @@
-"""The share of correct outputs, and its name: a check that runs no code is no pass rate."""
+"""The share of correct outputs, and its name: no "pass rate", since the checks run no code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hydraspec.metrics.summary import Accuracy, CategoryAccuracy
 from hydraspec.types import Request
 
 NAMES = {"text": "exact match", "number": "exact match", "defines": "parses and defines"}
-OTHER = "correct"  # of several kinds, or of one that this version does not know
+OTHER = "correct"  # name for several scorings, or one that this version does not know
 
 
 def accuracy(requests: Sequence[Request], marks: Sequence[bool | None]) -> Accuracy | None:
-    """exact_match: share of the requests with a mark that are correct as `scoring` says, also by
-    category; null if none has a mark.
+    """The share of requests that are marked correct among those with a mark, over all and by
+    category, and the `scoring` that marked them; None if no request has a mark.
     """
     marked = [(r, mark) for r, mark in zip(requests, marks, strict=True) if mark is not None]
     if not marked:
@@ -36,7 +36,7 @@ def _share(marks: Sequence[bool]) -> CategoryAccuracy:
 
 
 def accuracy_name(accuracies: Iterable[Accuracy | None]) -> str:
-    """The name of the share of correct outputs, by the `scoring` of runs' accuracies."""
+    """The name of the share of correct outputs of runs, by the `scoring` of their accuracies."""
     scorings = [each.get("scoring", "text") for each in accuracies if each]
     names = {NAMES.get(scoring, OTHER) for scoring in scorings} or {NAMES["text"]}
     return names.pop() if len(names) == 1 else OTHER

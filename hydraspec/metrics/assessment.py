@@ -1,7 +1,7 @@
-"""Judges whether a method is worth it: a sentence, from a run's paired speedup over all and by
-category.
+"""Judges in a sentence whether a method is worth it, from a run's paired speedup over all requests
+and by category.
 
-Figures by category and by place in the output are defined here too. Computes from meters only.
+Figures by category and by place in the output are defined here too, all computed from meters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORDS: dict[Says, str] = {
 
 
 def pairs_by_category(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """The pairs of each category, in order of first appearance; without requests of none."""
+    """The pairs of each category, in order of first appearance, without pairs that have none."""
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         if pair[0].category is not None:
@@ -52,7 +52,7 @@ def speedups_by_category(
 
 
 def as_interval(found: PairedRatio | None) -> Interval | None:
-    """A ratio as files have it."""
+    """Mean and interval of a ratio as summary.json has them; None without a ratio."""
     return (
         None if found is None or found.ratio is None else {"mean": found.ratio, "ci95": found.ci95}
     )
@@ -62,7 +62,7 @@ def by_category(
     method: Meter, speedups: Mapping[str, PairedRatio], pairs: Sequence[Pair] = ()
 ) -> dict[str, CategoryFigures]:
     """Acceptance length (as `Meter.acceptance_length`) and speedup of the requests of each
-    category, in order of first appearance."""
+    category, in order of first appearance; `speedup_measured` is that of `pairs`."""
     timed = pairs_by_category(pairs)
     found: dict[str, CategoryFigures] = {}
     for name, members in method.completed_by_category().items():
@@ -78,7 +78,7 @@ def by_category(
 
 def by_output_place(meter: Meter) -> list[PlaceFigures]:
     """Acceptance length of the verifications by the place of their first output token, in bins
-    0..15, 16..31, 32..63, ...: each ends at twice the end of the one before."""
+    0..15, 16..31, 32..63, …: each later bin is as long as all before it."""
     bins = sorted({place for c in meter.completed for place in c.drafts_by_place})
     figures: list[PlaceFigures] = []
     for place in bins:
@@ -103,14 +103,15 @@ def assess(
     diverged: bool,
     synthetic: bool,
 ) -> Assessment:
-    """Returns whether the speedup's interval is above 1, below it, or neither, and in which
-    categories that differs: those whose own speedup is told from 1 after Holm's correction over
-    categories.
+    """The judgement of a method: "worth it" where the speedup's interval is above 1, "slower" where
+    it is below 1, else "cannot tell". Categories with another judgement are named if their
+    speedup differs significantly from 1 after Holm's correction over categories.
 
     Args:
         gained: the speedup of all requests.
-        diverged: outputs are not the target's: then nothing can be told.
-        synthetic: drafts were accepted at a set rate, whatever the drafter.
+        categories: the speedup of each category.
+        diverged: whether outputs differ from the target's, so that nothing can be judged.
+        synthetic: whether drafts were accepted at a set rate, whatever the drafter.
     """
     if gained.ratio is None:
         return {"says": "cannot_tell", "sentence": "cannot tell: no request finished on both sides"}
@@ -134,7 +135,7 @@ def assess(
 
 
 def in_words(found: PairedRatio) -> str:
-    """ "1.97x (1.75 to 2.20)"."""
+    """A speedup with its interval in words: "1.97x (1.75 to 2.20)"."""
     if found.ci95 is None:
         return f"{found.ratio:.2f}x, of fewer than {MIN_REQUESTS} requests"
     return f"{found.ratio:.2f}x ({range_words(found.ci95)})"

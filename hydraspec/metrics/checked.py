@@ -11,11 +11,13 @@ from typing import is_typeddict as is_record
 
 
 def mismatch(value: object, annotation: Any, name: str) -> str | None:
-    """The first mismatch, such as "lossless.verdict is missing" or "speedup.mean is text"; None if
-    nothing is. An int passes as a float, and further keys of a record are let through.
+    """The first mismatch of a value with its type in words, such as "lossless.verdict is missing"
+    or "speedup.mean is 'fast'"; None if there is none. An int passes as a float, and a record may
+    have further keys.
 
     Args:
-        annotation: a TypedDict, or a type made of those and of JSON's types.
+        annotation: a TypedDict, or a type made of TypedDicts and JSON's types.
+        name: the name of `value` in the words.
     """
     return next(_mismatches(value, annotation, name), None)
 

@@ -12,7 +12,7 @@ from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import DraftLengths
 from hydraspec.types import PHASES, RequestStep, StepRecord
 
-FIRST_PLACES = 16  # output tokens in the first bin of `place_bin`; each further bin ends at double
+FIRST_PLACES = 16  # output tokens in the first bin of `place_bin`; each next bin ends at twice that
 
 
 def place_bin(place: int) -> int:
@@ -25,29 +25,29 @@ class RequestCounters:
     """Raw counts of one request. Position i of a draft token counts from 0.
 
     A step counts as a draft of this request if it verified at least one draft token; padding (ids
-    below 0) is no draft token. Accepted tokens are the verifier's, also where a stop or a limit
-    then cuts them.
+    below 0) is no draft token. Accepted tokens are those that the verifier accepted, also where
+    a stop or a limit then cuts them.
     """
 
     index: int
     category: str | None = None
-    turn: int = 1  # of its conversation
+    turn: int = 1  # number in its conversation, from 1
     num_drafts: int = 0  # steps of this request that verified at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    # Steps that offered a draft token at i, that accepted it, that offered it and accepted i-1.
+    # By position i, steps that offered a draft, that accepted it, that offered it and accepted i-1.
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     reached_per_position: list[int] = field(default_factory=list)
     # [steps with drafts, accepted draft tokens] by `place_bin` of the step's first output token.
     drafts_by_place: dict[int, list[int]] = field(default_factory=dict)
     num_emitted: int = 0  # output tokens so far
-    decode_steps: int = 0  # that were not prefill
-    decode_tokens: int = 0  # tokens emitted by these, after stop and limit
-    decode_ms: float = 0.0  # this request's share of their wall time
-    num_computed_tokens: int = 0  # the most that had KV after any of its steps
-    num_recomputed_tokens: int = 0  # of those, computed once more after it was preempted
-    # Of its completion.
+    decode_steps: int = 0  # steps of this request that were not prefill
+    decode_tokens: int = 0  # tokens emitted by decode steps, after stop and limit
+    decode_ms: float = 0.0  # this request's share of the decode steps' wall time
+    num_computed_tokens: int = 0  # the most tokens that had KV after any step
+    num_recomputed_tokens: int = 0  # tokens that were computed again after a preemption
+    # From the completion.
     finish_reason: str | None = None  # null until the request has ended
     num_output_tokens: int = 0
     ttft_ms: float | None = None
@@ -61,7 +61,7 @@ class RequestCounters:
         return self.finish_reason not in (None, "error")
 
     def add(self, step: RequestStep, ms_per_row: float, totals: RunningTotals) -> None:
-        """Count one step's part, here and in the totals; ms_per_row is its wall time by rows."""
+        """Count a request's part of a step, here and in `totals`; ms_per_row is its time / rows."""
         place = place_bin(self.num_emitted)
         self.num_emitted += len(step.output_token_ids)
         if not step.is_prefill:
@@ -130,7 +130,7 @@ class RunningTotals:
 
 
 class DraftLengthCounts(Counter[int]):
-    """Decode steps by drafts per request. Empty where K is fixed."""
+    """Numbers of decode steps by drafts per request; empty where K is fixed."""
 
     def add(self, record: StepRecord) -> None:
         """Count a step, if any of its requests decodes."""
@@ -138,8 +138,8 @@ class DraftLengthCounts(Counter[int]):
             self[record.draft_length] += 1
 
     def used(self, most: int) -> DraftLengths | None:
-        """Steps with 0, 1, … `most` drafts per request, and the mean; None where K is fixed. Over
-        all steps, those of requests that did not complete included.
+        """Numbers of steps with 0, 1, … drafts per request, at least up to `most`, and the mean;
+        None where K is fixed. Steps of requests that did not complete count too.
         """
         if not self:
             return None
@@ -154,7 +154,7 @@ class StepSums:
 
     num_steps: int = 0
     num_preemptions: int = 0
-    total_ms: float = 0.0  # wall time; of replicas at work side by side each has its share
+    total_ms: float = 0.0  # wall time; a step of one of R replicas counts 1/R of its time
     rounds_s: float = 0.0  # wall time of the rounds so far, waits for arrivals included
     peak_kv_usage: float = 0.0
     kv_peak_usage_per_group: dict[str, float] = field(default_factory=dict)
@@ -180,19 +180,19 @@ class StepSums:
         return total_ms
 
     def total_step_time_s(self) -> float:
-        """Wall time of all steps in seconds, those that read prompts included; where replicas work
-        side by side, of the run, not their sum."""
+        """Wall time of all steps in seconds, those that read prompts included. A step of one of R
+        replicas that work side by side counts 1/R of its time."""
         return self.total_ms / 1000
 
     def time_breakdown_ms(self) -> dict[str, float | None]:
-        """Mean milliseconds per step of each phase, over the steps where it was measured; null
-        where none was."""
+        """Mean milliseconds per step of each phase, over the steps where it was measured; None
+        for a phase that was never measured."""
         return {
             phase: ratio(total, self.phase_steps[phase]) for phase, total in self.phase_ms.items()
         }
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepSums:
-        """The sums whose plain numbers a file has."""
+        """The sums read back from their plain numbers in a file."""
         lengths = {int(length): count for length, count in found["draft_lengths"].items()}
         return cls(**{**found, "draft_lengths": DraftLengthCounts(lengths)})

@@ -1,5 +1,5 @@
 """Judges whether two sets of sampled outputs come from one distribution: chi-squared on their first
-tokens, with a null distribution by exchange of samples, and the shift that it tells.
+tokens, with a null distribution by exchange of samples, and the smallest shift that it detects.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from hydraspec.metrics.paired import POWER
 from hydraspec.metrics.statistics import SEED, normal_quantile
 
-LEVEL = 0.01  # false alarms: a run looks at one such test
+LEVEL = 0.01  # share of false alarms; a run makes one such test
 NUM_EXCHANGES = 1999
-MIN_EXPECTED = 5  # samples of each side in a cell; rarer tokens share one
+MIN_EXPECTED = 5  # samples of each side in a cell; rarer tokens share a cell
 ENDED = -1  # in place of a token after the end of an output
 Samples = NDArray[np.int64]  # [prompts, samples, tokens]
 Array = NDArray[np.float64]
@@ -24,15 +24,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameDistribution:
-    """The test of two sides.
+    """Result of the test of two sets of samples.
 
     Attributes:
         chi2: the sum over prompts and places in the output of two-sample chi-squared.
-        degrees_of_freedom: cells of those tables less one, added up.
-        p: the share of exchanges of samples within prompts with so large a chi2.
-        detectable: the total variation distance that is told with POWER: so much probability
-            moved between the two most frequent tokens at every place; None where outputs do not
-            vary, or no shift that small is told.
+        degrees_of_freedom: the sum over those tables of cells less one.
+        p: the share of exchanges of samples within prompts that give at least this chi2.
+        detectable: the total variation distance that the test detects with power POWER, if that
+            probability moves between the two most frequent tokens at every place; None where
+            outputs do not vary, or no shift is detected.
     """
 
     chi2: float
@@ -42,7 +42,7 @@ class SameDistribution:
 
     @property
     def says(self) -> Literal["same", "different", "cannot_tell"]:
-        """The answer of the test: without power, none on outputs that do not differ."""
+        """The answer of the test; "cannot_tell" if it finds no difference and has no power."""
         if self.p <= LEVEL:
             return "different"
         return "cannot_tell" if self.detectable is None else "same"
@@ -51,7 +51,7 @@ class SameDistribution:
 def same_distribution(ours: Samples, theirs: Samples) -> SameDistribution:
     """Compare samples [P, N, L] of the same P prompts, drawn independently on both sides.
 
-    Tokens of one sample depend on each other, so that the null distribution is drawn by exchanging
+    Tokens of one sample depend on each other, so the null distribution is drawn by exchanging
     whole samples of a prompt between the sides, which keeps that dependence.
     """
     num_samples = ours.shape[1]
@@ -85,7 +85,7 @@ def same_distribution(ours: Samples, theirs: Samples) -> SameDistribution:
 
 
 def _cells(tokens: NDArray[np.int64]) -> Array:
-    """A column for each token that is frequent enough, and one for all others: [2N, cells]."""
+    """Indicators [2N, cells] of `tokens` [2N]: one column a frequent token, one for the rest."""
     values, counts = np.unique(tokens, return_counts=True)
     frequent = values[counts >= 2 * MIN_EXPECTED]
     columns: Array = (tokens[:, None] == frequent[None, :]).astype(float)
@@ -93,15 +93,15 @@ def _cells(tokens: NDArray[np.int64]) -> Array:
     if rest.sum() >= 2 * MIN_EXPECTED or not len(frequent):
         columns = np.concatenate([columns, rest], axis=1)
         return columns
-    columns[:, [0]] += rest  # too few for a cell of their own
+    columns[:, [0]] += rest  # too few for a separate cell
     return columns
 
 
 def _detectable(null: Array, sensitivity: float) -> float | None:
-    """The shift d, moved at every place, whose chi-squared passes the level with POWER.
+    """The shift in probability at every place that the test detects with power POWER; None above 1.
 
-    d adds sensitivity x d² to the mean of chi2, and four times that to its variance (Patnaik,
-    1949), beside the null's own: a quadratic equation in what is added.
+    A shift d adds sensitivity x d² to the null mean of chi2 and four times that to its variance
+    (Patnaik, 1949), which makes a quadratic equation in the addition.
     """
     gap = float(np.quantile(null, 1 - LEVEL)) - float(null.mean())
     reach = normal_quantile(POWER)

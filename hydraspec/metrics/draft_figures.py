@@ -1,5 +1,5 @@
-"""Acceptance of a drafter by place, and the best it could reach: from drafts of every place of some
-texts, teacher-forced.
+"""Acceptance of a drafter by place, and the best that it could reach, from teacher-forced drafts at
+every place of some texts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChainDrafts:
 
     @property
     def accepted(self) -> NDArray[np.int64]:
-        """[N] leading drafts that a step which starts there would accept."""
+        """Leading drafts [N] that a step which starts at each place would accept."""
         return leading(self.matches)
 
     @property
@@ -51,12 +51,13 @@ class ChainDrafts:
 
     @property
     def accepted_per_start(self) -> float:
-        """Mean of `accepted`."""
+        """Mean of `accepted`; 0 without chains."""
         return float(self.accepted.mean()) if self.accepted.size else 0.0
 
 
 def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
-    """Acceptance length of the steps of a run: each starts where the one before it ended."""
+    """Acceptance length of a run's steps, each of which starts where the one before ended, from
+    `accepted` drafts [N] at every place of texts with `num_of` places."""
     total = num_steps = first = 0
     for count in num_of:
         place = 0
@@ -69,18 +70,19 @@ def replayed(accepted: NDArray[np.int64], num_of: tuple[int, ...]) -> float:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ChainPlaces:
-    """Starts of the N chains."""
+    """Places where the N chains start."""
 
-    output_place: NDArray[np.int64]  # [N] of the first token they draft, in the output from 0
-    context: NDArray[np.int64]  # [N] tokens before that one
-    entropy: NDArray[np.float64]  # [N] nats, of the target's distribution of it
+    output_place: NDArray[np.int64]  # [N] place in the output of the first drafted token, from 0
+    context: NDArray[np.int64]  # [N] tokens before that token
+    entropy: NDArray[np.float64]  # [N] nats, of the target's distribution of that token
     token: NDArray[np.int64] | None = None  # [N] the target's token there
 
 
 def figures(
     drafts: ChainDrafts, places: ChainPlaces, decode: Callable[[Sequence[int]], str] | None
 ) -> Json:
-    """By draft step, place, context, token class and entropy; and ceilings: see docs/doctor.md."""
+    """Acceptance by draft step, output place, context length, target entropy and token class, and
+    ceilings, as docs/doctor.md explains them. `decode` gives the text of tokens for their class."""
     owner = np.repeat(np.arange(len(drafts.num_of)), drafts.num_of)
     found: Json = {
         "by_step": by_step(drafts),
@@ -97,13 +99,13 @@ def teacher_forced(
     found: Iterable[PositionScores], decode: Callable[[Sequence[int]], str] | None
 ) -> TeacherForced | None:
     """Ranks of the target's tokens by draft, acceptance by place, and ceilings of the acceptance
-    length, over the places whose K next tokens are known; None where there is none. `decode` gives
+    length, over the places whose K next tokens are known; None without such places. `decode` gives
     tokens their text, and so their class.
     """
     matches, ranks, probs, num_of = [], [], [], []
     contexts, entropies, tokens = [], [], []
     for scores in found:
-        # What is not known lies at the end of the last places.
+        # Unknown tokens lie at the end of the last places.
         count = int((scores.target_token_ids >= 0).all(axis=1).sum())
         own, theirs = scores.draft_token_ids[:count], scores.target_token_ids[:count]
         matches.append(own == theirs)
@@ -142,7 +144,7 @@ def draft_share(phase_ms: Mapping[str, float | None]) -> float | None:
 
 
 def by_step(drafts: ChainDrafts) -> list[DraftStep]:
-    """Teacher-forced: every earlier token is the target's own."""
+    """Ranks of the target's token at each draft step, where all tokens before are the target's."""
     ranks, probs = drafts.ranks, drafts.probs
     medians = [float(np.median(column)) for column in ranks.T]
     return [
@@ -158,9 +160,9 @@ def by_step(drafts: ChainDrafts) -> list[DraftStep]:
 
 
 def ceilings(drafts: ChainDrafts) -> Ceilings:
-    """Acceptance lengths over the steps of a run: as it is; where every step read the target's
-    state of its place (oracle features); where any of the drafter's TOP best tokens counted; where
-    every token in its vocabulary was right.
+    """Acceptance lengths over the steps of a run: the measured one; that of drafts which all read
+    the target's state (oracle features); those with any of the drafter's TOP best tokens accepted,
+    and with every token of its vocabulary accepted.
     """
     num_of = drafts.num_of
     reachable = leading(drafts.probs > 0)
@@ -173,8 +175,8 @@ def ceilings(drafts: ChainDrafts) -> Ceilings:
 
 
 def _fresh(drafts: ChainDrafts) -> NDArray[np.bool_]:
-    """[N, K]: column j is step 0 of the chain that starts j places later, which reads the target's
-    state there. At a text's end, where there is none, the drafter's own step j.
+    """Matches [N, K] of drafts that read the target's state: column j is step 0 of the chain that
+    starts j places later. Near a text's end, without such a chain, the column is step j itself.
     """
     found = drafts.matches.copy()
     first = 0
@@ -209,7 +211,7 @@ def _by_class(
     truth: NDArray[np.int64],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, StartFigures]:
-    """By what the target's next token is; one without a tokenizer's text is "other"."""
+    """Figures by class of the target's next token, which is "other" without a tokenizer."""
     names = {int(token): _class(int(token), decode) for token in np.unique(truth)}
     classes = np.array([names[int(token)] for token in truth])
     kinds = [name for name, _ in CLASSES if (classes == name).any()]

@@ -1,4 +1,4 @@
-"""Writing JSON files: finite numbers only, and each file whole or not at all.
+"""JSON files with finite numbers only, written whole or not at all, or line by line during a run.
 
 The files of a run folder are named in run_files.py.
 """
@@ -43,12 +43,12 @@ def plain(value: object) -> Json:
 
 
 def json_line(value: object) -> str:
-    """A line of JSON, newline included."""
+    """`value` as a line of JSON, newline included."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def pretty_json(value: object) -> str:
-    """Indented JSON, newline at the end."""
+    """`value` as indented JSON, newline included."""
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=2) + "\n"
 
 
@@ -56,8 +56,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file under another name and rename it, so that no half-written file is ever seen.
 
     Raises:
-        CannotWriteError: with the path and a remedy, if the disk is full or the folder cannot be
-            written.
+        CannotWriteError: the disk is full or the folder cannot be written; the message has the
+            path and a remedy.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -68,7 +68,7 @@ def write_whole(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise cannot_write(path, error) from error
-    finally:  # also where an interrupt cuts it short
+    finally:  # also after an interrupt
         with suppress(OSError):
             partial.unlink(missing_ok=True)
 
@@ -82,8 +82,8 @@ def read_json_lines(path: Path) -> list[Json]:
     """The rows of a JSON-lines file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: naming the line that is no JSON, as where the file was cut short.
+        OSError: the file cannot be read.
+        ValueError: a line, which is named, is no JSON, as where the file was cut short.
     """
     rows = []
     with path.open(encoding="utf-8") as lines:
@@ -97,7 +97,7 @@ def read_json_lines(path: Path) -> list[Json]:
 
 
 def cannot_write(path: Path, error: OSError) -> CannotWriteError:
-    """An error of the system with the path and a remedy."""
+    """The CannotWriteError for a system error, with the path and a remedy."""
     reason = error.strerror or str(error)
     message = (
         f"cannot write the run folder: {reason}; free some space, "
@@ -117,14 +117,14 @@ class JsonLinesFile:
             raise cannot_write(path, error) from error
 
     def write(self, value: object) -> None:
-        """Append a line."""
+        """Append `value` as a line; raises CannotWriteError."""
         try:
             self._file.write(json_line(value))
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close; raises CannotWriteError."""
         try:
             self._file.close()
         except OSError as error:

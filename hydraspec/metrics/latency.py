@@ -20,14 +20,14 @@ from hydraspec.metrics.summary import Goodput, Latencies, Percentiles, TurnFigur
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Limits:
-    """Limits that a request has to meet to count for goodput; None: any time will do."""
+    """Limits that a request has to meet to count for goodput; None: no limit."""
 
     ttft_ms: float | None = None
     inter_token_ms: float | None = None
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    """50th, 90th and 99th percentile, interpolated linearly; null without values."""
+    """50th, 90th and 99th percentile, interpolated linearly; None without values."""
     found = np.fromiter(values, float)
     p50, p90, p99 = np.percentile(found, (50, 90, 99)) if found.size else (None, None, None)
     return {"p50": p50, "p90": p90, "p99": p99}
@@ -36,14 +36,14 @@ def percentiles(values: Iterable[float]) -> Percentiles:
 def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
     """Waiting times in milliseconds, by name.
 
-    ttft: over requests, from being offered to the first token (TTFT).
+    ttft: times of requests from being offered to the first token (TTFT).
 
-    inter_token: over the gaps of all requests, each gap the time between two deliveries to a user
-    (ITL). A step that brings a request several tokens, accepted drafts among them, is one delivery:
-    with drafts there are fewer gaps, each for more tokens, so compare methods by
-    `time_per_output_token_ms` and read this as how long an answer stands still.
+    inter_token: times between two deliveries to a user, over the gaps of all requests (ITL). A step
+    that brings a request several tokens, accepted drafts among them, is one delivery: with drafts
+    there are fewer gaps, each for more tokens, so compare methods by `time_per_output_token_ms`,
+    and read these times as how long an answer stands still.
 
-    queue: over requests, from being offered to a slot of the engine.
+    queue: times of requests from being offered to getting a slot of the engine.
     """
     done = [c for c in requests if c.finished]
     return {
@@ -54,7 +54,7 @@ def waits(requests: Sequence[RequestCounters]) -> dict[str, list[float]]:
 
 
 def latencies(requests: Sequence[RequestCounters]) -> Latencies:
-    """Percentiles of `waits`."""
+    """Percentiles of the waiting times of `waits`, in milliseconds."""
     found = {name: percentiles(values) for name, values in waits(requests).items()}
     return cast(Latencies, found)
 
@@ -63,12 +63,12 @@ def goodput(
     requests: Sequence[RequestCounters], limits: Limits, duration_s: float
 ) -> Goodput | None:
     """The requests that meet every limit: their share of all that ended, and how many per second of
-    the rounds' wall time. Null without a limit; figures null where the engine gives no times.
+    the rounds' wall time. Returns None without a limit; without times, share and rate are None.
 
-    A request meets `inter_token_ms` if its mean time per token after the first does: the goodput
-    that `vllm bench serve` has for TPOT. A delivery of several tokens counts for each of them, so
-    that drafts help, and one slow step is no failure. One token alone meets it; an error meets
-    nothing.
+    A request meets `inter_token_ms` if its mean time per token after the first is within the
+    limit, as for TPOT in the goodput of `vllm bench serve`. A delivery of several tokens counts
+    for each of them, so that drafts help, and one slow step is no failure. A request of one token
+    meets this limit; a request that ended with an error meets none.
     """
     if limits == Limits():
         return None
@@ -93,7 +93,7 @@ def _meets(request: RequestCounters, limits: Limits) -> bool:
 
 def by_turn(requests: Sequence[RequestCounters]) -> list[TurnFigures] | None:
     """Figures of first turns, second turns and so on, then of all turns after the first together;
-    null where no request of the workload is a later turn. The first turns of conversations read a
+    None where no request of the workload is a later turn. The first turns of conversations read a
     cold prompt; later ones find theirs in the prefix cache.
 
     Args:
@@ -108,7 +108,8 @@ def by_turn(requests: Sequence[RequestCounters]) -> list[TurnFigures] | None:
 
 
 def _of_turns(requests: Sequence[RequestCounters], first: int, last: int) -> TurnFigures:
-    """Means are as `Meter.acceptance_length` and `Meter.time_to_first_token_ms` define them."""
+    """Figures of turns `first` to `last`, with means as `Meter.acceptance_length` and
+    `Meter.time_to_first_token_ms` define them."""
     found = [c for c in requests if c.finished and first <= c.turn <= last]
     accepted = sum(c.num_accepted_tokens for c in found)
     rate = ratio(accepted, sum(c.num_drafts for c in found))
@@ -126,28 +127,28 @@ def _of_turns(requests: Sequence[RequestCounters], first: int, last: int) -> Tur
 class BatchTimes:
     """Wall times in seconds of a batch that starts together: whole, and up to its first tokens.
 
-    The figures are of medians over the repeats. They need no times of steps or requests, so that
-    every engine has them.
+    The figures are computed from medians over the repeats. They need no times of steps or
+    requests, so that every engine has them.
     """
 
     num_requests: int
     num_tokens: int  # of each request's whole output
-    whole_s: list[float]
-    one_token_s: list[float]
+    whole_s: list[float]  # of each repeat
+    one_token_s: list[float]  # of each repeat
 
     @property
     def prefill_s(self) -> float:
-        """Time until every request has its first token."""
+        """Median time in seconds until every request has its first token."""
         return median(self.one_token_s)
 
     @property
     def time_per_output_token_ms(self) -> float:
-        """(time of the whole output - prefill_s) / (tokens of a request - 1)."""
+        """Decode time per token: (whole output - prefill_s) / (tokens of a request - 1)."""
         return self._decode_s / (self.num_tokens - 1) * 1e3
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Decode throughput: tokens after the first of every request / their time."""
+        """Decode throughput: tokens after the first of every request / decode time."""
         return self.num_requests * (self.num_tokens - 1) / self._decode_s
 
     @property

@@ -1,6 +1,6 @@
 """The lossless verdict in words, for the console, the page and the last line of a process.
 
-Light to import: the command line reads the verdict of a run that it may not have run itself.
+The module is light to import: the command line reads the verdicts of earlier runs too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEE_ERRORS = 'see "error" in requests.jsonl'
 
 
 def verdict_words(lossless: Lossless) -> str:
-    """The verdict in a sentence."""
+    """The lossless verdict in a sentence, with unchecked requests and the test of sampled ones."""
     num_checked = lossless["num_requests_checked"]
     first = lossless["first_beyond_margin"] or lossless["first_divergence"]
     place = f"request {first['request']} at output token {first['position']}" if first else ""
@@ -55,7 +55,7 @@ def verdict_words(lossless: Lossless) -> str:
 
 
 def distribution_words(lossless: Lossless) -> str:
-    """ "; sampled outputs: the baseline's distribution (…)", or nothing where it is not tested."""
+    """The result of the test of sampled outputs in words, after "; "; empty if it was not made."""
     if (found := lossless.get("distribution")) is None:
         return ""
     samples = f"{found['num_prompts']} prompts x {found['num_samples']} samples"
@@ -75,15 +75,15 @@ def distribution_words(lossless: Lossless) -> str:
 
 
 def distribution_says(test: Mapping[str, Any]) -> str:
-    """ "same", "different" or "cannot_tell"; summaries of older versions say "same" without power
-    too."""
+    """The answer of the test: "same", "different" or "cannot_tell". Summaries of older versions say
+    "same" for a test without power too, which is read as "cannot_tell"."""
     without_power = test.get("detectable", 0.0) is None
     return "cannot_tell" if test["says"] == "same" and without_power else str(test["says"])
 
 
 def _unchecked_words(lossless: Lossless) -> str:
-    """The number of requests that are not compared, beside the others: sampled ones, and turns of
-    conversations that had parted."""
+    """The numbers in words of requests that were not compared: sampled ones, and later turns whose
+    prompts differ; empty if no request was compared."""
     if not lossless["num_requests_checked"]:
         return ""
     words = ""

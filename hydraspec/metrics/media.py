@@ -31,7 +31,7 @@ class PlainTable:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Bins:
-    """Counts of values between edges, one more than counts."""
+    """A histogram: counts of values between edges, of which there is one more than counts."""
 
     counts: Sequence[int]
     edges: Sequence[float]
@@ -43,7 +43,7 @@ def request_table(rows: Sequence[Json]) -> PlainTable:
 
 
 def position_table(summary: Mapping[str, Any]) -> PlainTable | None:
-    """Both acceptance rates by position, from 1; None without drafts."""
+    """Acceptance rate and conditional rate by position, from 1; None without drafts."""
     rates = summary["acceptance_rate_per_position"]
     if not rates:
         return None
@@ -55,14 +55,14 @@ def position_table(summary: Mapping[str, Any]) -> PlainTable | None:
 
 
 def figure_table(figures: Mapping[str, object], *, but: Sequence[str]) -> PlainTable | None:
-    """Figures by name as text, without those named in `but`; None where there are no others."""
+    """Figures by name as text, without those named in `but`; None where none is left."""
     rows = [[name, str(value)] for name, value in figures.items() if name not in but]
     return PlainTable(columns=("figure", "value"), rows=rows) if rows else None
 
 
 def histograms(rows: Sequence[Json], step_ms: Sequence[float]) -> Iterator[tuple[str, Bins]]:
-    """By name: per request acceptance length, speedup and time to first token, per verification
-    accepted tokens, and milliseconds per step of the method."""
+    """Yield histograms by name: of requests the acceptance length, speedup and time to first token,
+    of verifications the accepted tokens, and of the method's steps the milliseconds."""
     for name, values in (
         ("request_acceptance_length", [_length(row) for row in rows]),
         ("request_speedup", [speedup_of(row) for row in rows]),
@@ -79,7 +79,7 @@ def histograms(rows: Sequence[Json], step_ms: Sequence[float]) -> Iterator[tuple
 
 
 def _accepted_per_verification(rows: Sequence[Json]) -> list[int]:
-    """Verifications that accepted 0, 1, … drafts: accepted at i means all before are too."""
+    """Verifications that accepted 0, 1, … drafts: accepted at i means all before were too."""
     num_drafts = sum(row["num_drafts"] for row in rows)
     if not num_drafts:
         return []
@@ -89,7 +89,7 @@ def _accepted_per_verification(rows: Sequence[Json]) -> list[int]:
 
 
 def speedup_of(row: Json) -> float | None:
-    """Speedup of one request: its baseline's decode ms per token / its own."""
+    """Speedup of one request: decode ms per token of its baseline / its own; None if not known."""
     baseline = row["baseline"]
     if baseline is None:
         return None

@@ -1,7 +1,7 @@
-"""Counts what an engine reports, and defines every metric once, in the docstring that computes it;
+"""Counts what an engine reports, and defines every metric once, in the docstring of its method;
 percentiles of latencies and goodput are in latency.py.
 
-StepRecords and Completions in, numbers out: independent of engines, configurations and files.
+The meter turns StepRecords and Completions into numbers, and knows no engine, config or file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Meter:
     """All counts of one pass over a workload with one engine.
 
     Every metric is over the requests that completed; in an interrupted run the others are left
-    out, so that counts, speeds and requests.jsonl speak of the same requests. Only `steps` is over
-    all steps.
+    out, so that counts, speeds and requests.jsonl speak of the same requests. Only `steps`,
+    `blocks` and `totals` are over all steps.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Meter:
         self.blocks = StepBlocks()
 
     def begin_run(self) -> None:
-        """The engine begins a run, with an empty prefix cache."""
+        """Record that the engine begins a run, with an empty prefix cache."""
         self.blocks.begin_run()
         if self.prefix_hits is not None:
             self.prefix_hits.begin_run()
@@ -61,7 +61,7 @@ class Meter:
         self.first_steps(step.index for step in record.requests)
 
     def first_steps(self, indices: Iterable[int]) -> None:
-        """Requests have a step: those of them that had none look into the prefix cache."""
+        """Record that requests have a step; each looks into the prefix cache in its first one."""
         if self.prefix_hits is not None:
             for index in indices:
                 self.prefix_hits.begun(index)
@@ -84,7 +84,7 @@ class Meter:
         return sorted(ended, key=lambda counters: counters.index)
 
     def completed_by_category(self) -> dict[str, list[RequestCounters]]:
-        """`completed` by category, in order of first appearance; without requests of none."""
+        """`completed` requests that have a category, by category in order of first appearance."""
         groups: dict[str, list[RequestCounters]] = {}
         for counters in self.completed:
             if counters.category is not None:
@@ -102,7 +102,7 @@ class Meter:
         return sum(c.num_drafts for c in self.completed)
 
     def num_draft_tokens(self) -> int:
-        """Draft tokens that were verified; one that never met the target does not count."""
+        """Draft tokens that were verified; drafts that no step verified do not count."""
         return sum(c.num_draft_tokens for c in self.completed)
 
     def num_accepted_tokens(self) -> int:
@@ -112,7 +112,8 @@ class Meter:
     def acceptance_length(self) -> Estimate:
         """1 + num_accepted_tokens / num_drafts: tokens per verification, the bonus one included.
 
-        In [1, K+1]; steps that offered no draft are not counted. Interval: bootstrap over requests.
+        It lies in [1, K+1]; steps without drafts do not count. The interval is a bootstrap over
+        requests.
         """
         return acceptance_length(self.completed)
 
@@ -126,7 +127,7 @@ class Meter:
         return ratio(sum(lengths), len(lengths))
 
     def acceptance_lengths(self) -> list[float]:
-        """1 + accepted tokens / drafts of each request with drafts, in workload order."""
+        """1 + accepted tokens / drafts of each request that has drafts, in workload order."""
         return [1 + c.num_accepted_tokens / c.num_drafts for c in self.completed if c.num_drafts]
 
     def num_drafts_by_category(self) -> dict[str, int]:
@@ -135,8 +136,8 @@ class Meter:
         return {name: sum(c.num_drafts for c in members) for name, members in groups.items()}
 
     def num_reached_per_position(self) -> list[int]:
-        """Steps that offered a draft token at i and accepted the one before, i in 0..K-1: what the
-        conditional acceptance rates are shares of."""
+        """Steps that offered a draft token at i and accepted the one before, i in 0..K-1: the
+        denominators of the conditional acceptance rates."""
         return self._per_position("reached_per_position")
 
     def acceptance_length_by_category(self) -> dict[str, float | None]:
@@ -145,15 +146,16 @@ class Meter:
         return {name: acceptance_length(members).mean for name, members in groups.items()}
 
     def acceptance_rate(self) -> float | None:
-        """num_accepted_tokens / num_draft_tokens."""
+        """Share of draft tokens that were accepted: num_accepted_tokens / num_draft_tokens."""
         return ratio(self.num_accepted_tokens(), self.num_draft_tokens())
 
     def acceptance_rate_per_position(self) -> list[float | None]:
-        """Accepted at i / num_drafts, i in 0..K-1. They sum to acceptance_length.mean - 1.
+        """Acceptance rates of the positions: accepted at i / num_drafts, i in 0..K-1.
 
-        It never increases with i. Drafts shorter than i count in the denominator, so late
-        positions of trimmed drafts are understated; the conditional rate is not. Where the engine
-        chooses K per step, the denominator is that of the drafts that have a token at i.
+        With a constant K they sum to acceptance_length.mean - 1 and never increase with i. Drafts
+        shorter than i count in the denominator, so late positions of trimmed drafts are
+        understated; conditional rates are not. Where the engine chooses K per step, the
+        denominator counts the drafts that have a token at i.
         """
         accepted = self._per_position("accepted_per_position")
         drafts = [self.num_drafts()] * len(accepted)
@@ -162,7 +164,7 @@ class Meter:
         return [ratio(a, n) for a, n in zip(accepted, drafts, strict=True)]
 
     def conditional_acceptance_rate_per_position(self) -> list[float | None]:
-        """Accepted at i / (offered at i and accepted at i-1), i in 0..K-1."""
+        """Conditional acceptance rates: accepted at i / (offered at i and accepted at i-1)."""
         accepted = self._per_position("accepted_per_position")
         reached = self._per_position("reached_per_position")
         return [ratio(a, r) for a, r in zip(accepted, reached, strict=True)]
@@ -231,20 +233,20 @@ Pair = tuple[RequestCounters, RequestCounters]
 
 
 def finished_pairs(method: Meter, baseline: Meter) -> list[Pair]:
-    """The counters of both sides, of the requests that both finished, in workload order."""
+    """Counters (method, baseline) of the requests that both sides finished, in workload order."""
     other = {c.index: c for c in baseline.completed if c.finished}
     return [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
 
 
 def cost_ratio(method: Meter, baseline: Meter) -> CostRatio | None:
-    """The cost of the baseline's steps over the method's; None where there were too few of a
-    size."""
+    """The cost of the baseline's steps / the cost of the method's; None where too few steps were
+    timed."""
     found = fit([{"method": method.blocks.blocks, "baseline": baseline.blocks.blocks}])
     return None if found is None else found.ratio("method", "baseline")
 
 
 def measured_speedup(pairs: Sequence[Pair]) -> float | None:
-    """Ratio of the two `output_tokens_per_second`, over `finished_pairs` or some of them."""
+    """The method's `output_tokens_per_second` / the baseline's, over `finished_pairs` or some."""
     return ratio(
         sum(m.decode_tokens for m, _ in pairs) * sum(b.decode_ms for _, b in pairs),
         sum(m.decode_ms for m, _ in pairs) * sum(b.decode_tokens for _, b in pairs),
@@ -254,9 +256,9 @@ def measured_speedup(pairs: Sequence[Pair]) -> float | None:
 def speedup(pairs: Sequence[Pair], *, at_once: int, costs: CostRatio | None = None) -> PairedRatio:
     """`measured_speedup` without the machine's drift between both sides, which step costs show.
 
-    Interval: tokens per step by paired bootstrap over requests, in their categories; steps by the
-    error of their costs. Without costs, or where drift is not as modelled, of the timings: each
-    resample draws blocks of requests, `at_once` of which shared steps (`paired_ratio`).
+    The interval joins a paired bootstrap of tokens per step over requests, within categories, and
+    the error of the step costs. Without costs, or where drift is not as modelled, timings are
+    resampled in blocks of requests, of which `at_once` share steps (`paired_ratio`).
     """
     order = [pairs[i] for i in balanced([m.category for m, _ in pairs])]
     measure = "decode_ms" if costs is None or not costs.holds else "decode_steps"

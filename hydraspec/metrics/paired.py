@@ -19,30 +19,30 @@ from hydraspec.metrics.statistics import MIN_REQUESTS, SEED, student_quantile, s
 from hydraspec.metrics.step_costs import CostRatio
 
 LEVEL = 0.05  # false alarms that are accepted, over a family of comparisons
-POWER = 0.8  # of the number of requests that is said to be needed
+POWER = 0.8  # probability that the number of requests said to be needed suffices
 NUM_RESAMPLES = 9_999  # p-values down to 1e-4, which Holm's correction needs
 FEW_CHANGED = 14  # requests up to which all choices of signs are counted
-NUM_BLOCKS = 8  # at least, where requests suffice: few and long blocks hold slow noise too
-MIN_BLOCKS = 4  # where requests that share steps would leave fewer
-MOST_BLOCKS = 200  # of single requests; more are put together
-TURNOVERS = 2  # of the requests that run at once, in a block
-LARGEST = 50.0  # logarithm of a bound: of few blocks it may have no end
+NUM_BLOCKS = 8  # at least, where requests suffice: few long blocks hold slow noise too
+MIN_BLOCKS = 4  # at least, where requests that share steps would leave fewer
+MOST_BLOCKS = 200  # where a request is a block; of more requests, neighbours are put together
+TURNOVERS = 2  # length of a block / the requests that run at once
+LARGEST = 50.0  # logarithm of a bound, which few blocks may leave without end
 SPEEDUP = (1, -1, -1, 1)  # signs of tokens and times of both sides
-NUM_ROUNDS = 2  # parts of a run that were measured apart: those of the lab
-COST_FREEDOM = 8  # of Student's t that a step cost's error has: drift of a run is seen a few times
+NUM_ROUNDS = 2  # parts of a run that were measured apart: the rounds of hydraspec/lab
+COST_FREEDOM = 8  # degrees of freedom of a step cost's error: a run sees drift a few times
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
-    """The number of standard errors from 1 that a ratio has to be.
+    """Critical values of the test that a ratio is 1, in standard errors of its logarithm.
 
     Attributes:
-        num_blocks: of requests, whose differences gave the error.
-        num_turnovers: of requests, as many as which blocks that do not share steps can be made.
-        largest: of the studentised resamples the share LEVEL, smallest first; None of fewer than
-            NUM_BLOCKS blocks.
-        num_resamples: all of them.
+        num_blocks: blocks of requests, whose differences gave the error.
+        num_turnovers: the largest number of blocks that share no steps.
+        largest: the largest studentised resamples, a share LEVEL, in ascending order; None with
+            fewer than NUM_BLOCKS blocks.
+        num_resamples: the number of all studentised resamples.
     """
 
     num_blocks: int
@@ -51,8 +51,8 @@ class Critical:
     num_resamples: int = 0
 
     def at(self, level: float, num_blocks: int | None = None) -> float:
-        """Standard errors beyond which p is at most `level`, which is LEVEL or less; of another
-        number of blocks by Student's t."""
+        """Standard errors beyond which p is at most `level`, which is LEVEL or less; for another
+        `num_blocks` than this test's, those of Student's t."""
         blocks = num_blocks or self.num_blocks
         by_student = student_quantile(level / 2, _freedom(blocks))
         if self.largest is None or blocks != self.num_blocks:
@@ -61,13 +61,13 @@ class Critical:
         return float(self.largest[-count] if count else max(self.largest[-1], by_student))
 
     def reach(self, level: float, num_blocks: int | None = None) -> float:
-        """Standard errors, as estimated here, of an effect that a repeat tells with POWER.
+        """Standard errors, as estimated here, of an effect that a repeat detects with power POWER.
 
         The repeat's own estimate of the error may be larger: by more than the factor `larger` with
         a probability of 1 - POWER, as the root of F with equal degrees of freedom, which Student's
         t gives (Cacoullos, 1965). Half of the blocks count as degrees of freedom, a quarter for
-        another number of blocks: speed has noise with long tails, and on the recorded machine
-        repeats then tell what was stated (ADR 29).
+        another number of blocks: speed has noise with long tails, and with these the recorded
+        repeats had the power that was stated (ADR 29).
         """
         is_other = num_blocks not in (None, self.num_blocks)
         freedom = max(1, self.num_blocks // (4 if is_other else 2))
@@ -78,11 +78,10 @@ class Critical:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRatio:
-    """A ratio with its 95 % interval and the two-sided p-value of 1.
+    """A ratio with its 95 % interval and the two-sided p-value of the hypothesis that it is 1.
 
-    Interval and p are null where fewer than MIN_REQUESTS requests contribute. `log_error` is the
-    standard error of the ratio's logarithm, and `critical` how many of it the p-value asks for;
-    null without an interval or an error.
+    `log_error` is the standard error of the ratio's logarithm. Error, interval and p are None where
+    fewer than MIN_REQUESTS requests contribute; `critical` is None then and where the error is 0.
     """
 
     ratio: float | None
@@ -93,9 +92,9 @@ class PairedRatio:
     critical: Critical | None = None
 
     def num_more_needed(self, level: float = LEVEL) -> int | None:
-        """Requests beyond these for telling a ratio as large as this one from 1 with POWER, if
-        the error falls with their root; null where the ratio is 1 or has no interval. Of fewer
-        than NUM_BLOCKS blocks more requests make more blocks, whose errors are better known."""
+        """Further requests that are needed to tell a ratio as large as this one from 1 with power
+        POWER, if the error falls with their root; None where the ratio is 1 or has no interval.
+        Below NUM_BLOCKS blocks, more requests make more blocks, whose errors are better known."""
         if self.ratio is None or self.log_error is None or abs(log(self.ratio)) < 1e-9:
             return None
         if self.critical is None:
@@ -111,8 +110,8 @@ class PairedRatio:
         return max(0, ceil(self.num_requests * (min(growths) - 1)))
 
     def detectable(self, level: float = LEVEL) -> float | None:
-        """The smallest ratio above 1 that a repeat with as many requests tells from 1 with
-        POWER."""
+        """The smallest ratio above 1 that a repeat with as many requests tells from 1 with power
+        POWER; None without an interval."""
         if self.log_error is None or self.critical is None:
             return None if self.log_error is None else 1.0
         return exp(min(self.critical.reach(level) * self.log_error, LARGEST))
@@ -121,15 +120,15 @@ class PairedRatio:
 def paired_ratio(
     columns: Array, signs: Sequence[int], *, at_once: int | None, num_rounds: int = NUM_ROUNDS
 ) -> PairedRatio:
-    """Π (Σ column)^sign over requests [R], of columns [C, R] with `signs` [C] that add up to 0.
+    """The ratio Π (Σ column)^sign over requests [R] of columns [C, R], whose `signs` [C] sum to 0.
 
-    A symmetric studentised bootstrap of the logarithm (Hall, The Bootstrap and Edgeworth Expansion,
-    1992, 3.6) over blocks of requests that follow each other, since requests `at_once` in the
-    engine share the noise of their steps. Fewer than NUM_BLOCKS blocks have too few resamples:
-    Student's t, with a degree of freedom less for slow noise that they share. The standard error is
-    at least that of the mean of `num_rounds` equal parts: noise that lasts as long as a round is
-    not seen within one. Counts, which no clock disturbs, have `at_once` None: every request is a
-    block.
+    The interval is a symmetric studentised bootstrap of the logarithm (Hall, The Bootstrap and
+    Edgeworth Expansion, 1992, 3.6) over blocks of requests that follow each other, since requests
+    `at_once` in the engine share the noise of their steps. Fewer than NUM_BLOCKS blocks have too
+    few resamples: they use Student's t, with a degree of freedom less for slow noise that they
+    share. The standard error is at least that of the mean of `num_rounds` equal parts, as noise
+    that lasts as long as a round is not seen within one. Counts, which no clock disturbs, have
+    `at_once` None: every request is a block.
     """
     columns = columns[:, columns.any(axis=0)]
     least = 0.0
@@ -148,11 +147,11 @@ def costed_ratio(
     costs: CostRatio,
     strata: Sequence[str | None],
 ) -> PairedRatio:
-    """The `measured` ratio without the drift that `costs` found, with the errors of both its parts.
+    """The `measured` ratio without the drift that `costs` found, with errors of counts and costs.
 
-    Columns as for `paired_ratio`, of counts and of times that no noise is in: requests are drawn
-    one by one, as many of each of `strata` [R] as there are, since a workload's mix is no accident.
-    The costs' error is drawn too.
+    The columns are as for `paired_ratio`, but counts alone, without the noise of a clock. Requests
+    are drawn one by one within each of `strata` [R], since a workload's mix is no accident; the
+    costs' error is drawn too.
     """
     members: dict[str | None, list[int]] = {}
     for place in np.flatnonzero(columns.any(axis=0)).tolist():
@@ -179,8 +178,8 @@ def _ratio(
     """The ratio of columns [C, R] from its blocks [C, G] in independent parts.
 
     Args:
-        found: its logarithm, if it is not that of the columns' sums.
-        least: that the standard error over requests is at least.
+        found: the ratio's logarithm, if it is not that of the columns' sums.
+        least: the lower bound of the standard error over requests.
         own_error: a standard error that does not come from requests.
         turnover: requests of a block.
     """
@@ -220,13 +219,13 @@ def _ratio(
 
 
 def _variance(shares: Array) -> float:
-    """Of the sum of independent shares."""
+    """Variance of the sum of independent shares."""
     return float(((shares - shares.mean()) ** 2).sum() * len(shares) / (len(shares) - 1))
 
 
 def two_sided(t: float, resampled: Array | None, num_blocks: int) -> float:
-    """p-value of t standard errors: the share of sorted resamples as large. Where none is, or
-    there are none, Student's t, with a degree of freedom less for noise that blocks share."""
+    """p-value of t standard errors: the share of sorted resamples as large. If none is as large, or
+    without resamples, it is Student's t's, with a degree of freedom less for shared noise."""
     by_student = 2 * student_tail(t, _freedom(num_blocks))
     if resampled is None:
         return by_student
@@ -251,7 +250,7 @@ def _freedom(num_blocks: int) -> int:
 
 
 def balanced(categories: Sequence[str | None]) -> list[int]:
-    """An order of requests in which any stretch has all categories in proportion, each category's
+    """An order of requests in which any stretch has all categories in proportion, each category
     in the order given: blocks of a workload that is sorted by category would differ by content."""
     sizes, seen = Counter(categories), Counter[str | None]()
     places = []
@@ -294,7 +293,7 @@ def _weights(num_blocks: int, part: int) -> Array:
 def _studentised(
     parts: Sequence[Array], shares: Sequence[Array], powers: Array, found: float, own_error: float
 ) -> Array:
-    """(logarithm - found) / its standard error in each resample that has one."""
+    """Studentised resamples: (logarithm - found) / its standard error, where that is finite."""
     sums, variances = np.zeros((NUM_RESAMPLES, len(powers))), np.full(NUM_RESAMPLES, own_error**2)
     for part, (blocks, of) in enumerate(zip(parts, shares, strict=True)):
         weights, num_blocks = _weights(len(of), part), len(of)
@@ -308,9 +307,9 @@ def _studentised(
 
 
 def holm(p_values: Sequence[float | None], *, num_tests: int | None = None) -> list[float | None]:
-    """Adjusted p-values: those at most LEVEL are told, with at most LEVEL false alarms in the
-    whole family (Holm, 1979). Null stays null and is no test; `num_tests` counts tests that were
-    not made too, as those of all pairs where only those with the best are.
+    """Adjusted p-values: rejecting at LEVEL has a false alarm in the whole family with probability
+    LEVEL at most (Holm, 1979). None stays None and is no test; `num_tests` also counts tests that
+    were not made, as of pairs without the best job.
     """
     order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     count = max(num_tests or 0, len(order))
@@ -323,11 +322,11 @@ def holm(p_values: Sequence[float | None], *, num_tests: int | None = None) -> l
 
 
 def sign_flip_test(differences: Array) -> float | None:
-    """One-sided p of a sum over requests [R] that is 0 or more: the share of all choices of signs
-    that give so low a sum (Fisher, 1935). None where all differences are 0.
+    """The one-sided p of the hypothesis that differences [R] of requests sum to 0 or more: the
+    share of all sign choices that give so low a sum (Fisher, 1935); None if all differences are 0.
 
-    All choices are counted up to 2^14; beyond, some are drawn, and where none of these is as low
-    Student's t says how much less likely it is. Neighbours are added up beyond MOST_BLOCKS.
+    All choices are counted up to 2^14; beyond, some are drawn, and if none of these is as low, p is
+    that of Student's t. Of more than MOST_BLOCKS requests, neighbours are added up.
     """
     changed = in_blocks(differences[None, :], None)[0]
     changed = changed[changed != 0]

@@ -1,5 +1,5 @@
-"""Figures of prefix caching over the requests of one meter: what was taken from the cache, and
-what could have been."""
+"""Figures of prefix caching over the requests of one meter: the tokens taken from the cache,
+and those that could have been."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Known:
 
 @dataclass(slots=True, kw_only=True)
 class Eligible:
-    """Tokens of one request's prompt that the cache could have had."""
+    """Tokens of one request's prompt that a cache could have given."""
 
     num_tokens: int = 0  # see PrefixHits.eligible
     num_border_tokens: int = 0  # see PrefixHits.num_border_tokens
@@ -42,9 +42,9 @@ class PrefixHits:
     when a run begins, and each run's requests are compared among themselves.
 
     Attributes:
-        runs: first steps and ends of requests in order: the request's index, and whether it ended.
+        runs: for each run the first steps and ends of requests in order, as (index, has ended).
         num_queried_tokens: prompt tokens of the completed requests, all of them.
-        num_hit_tokens: those that were taken from the cache when a request was first admitted.
+        num_hit_tokens: prompt tokens taken from the cache when a request was first admitted.
     """
 
     def __init__(self, caching: PrefixCaching) -> None:
@@ -56,17 +56,17 @@ class PrefixHits:
         self.num_hit_tokens = 0
 
     def begin_run(self) -> None:
-        """The cache is empty, and requests are new."""
+        """Record that a run begins, with an empty cache."""
         self.runs.append([])
 
     def begun(self, index: int) -> None:
-        """A request has its first step (or another one)."""
+        """Record that a request has a step; in its first one it looks into the cache."""
         if index not in self._begun:
             self._begun.add(index)
             self.runs[-1].append((index, False))
 
     def ended(self, completion: Completion) -> None:
-        """A request ended; one that never had a step did not look into the cache."""
+        """Count a request that ended, unless it had no step and so did not look into the cache."""
         if completion.index in self._begun:
             self._completions[completion.index] = completion
             self.runs[-1].append((completion.index, True))
@@ -74,17 +74,17 @@ class PrefixHits:
             self.num_hit_tokens += completion.num_cached_tokens
 
     def hit_rate(self) -> float | None:
-        """num_hit_tokens / num_queried_tokens."""
+        """Share of prompt tokens taken from the cache: num_hit_tokens / num_queried_tokens."""
         return ratio(self.num_hit_tokens, self.num_queried_tokens)
 
     def eligible(self) -> dict[int, Eligible]:
-        """By request index: the longest prefix that a cache without limits could have given.
+        """The longest prefix that a cache without limits could have given, by request index.
 
         It is the longest common prefix with any earlier request of the same run (of all replicas),
         rounded down to a multiple of the block size that hits have, and shorter than the prompt.
-        Earlier is a prompt whose first step came first in the run; where that request had ended
-        by then, its output counts too, up to the last token that has KV. Never less than what was
-        taken, which may be the output of a request that still ran.
+        A request is earlier if its first step came before; if it had also ended by then, its output
+        counts too, up to the last token that has KV. The prefix is never shorter than the one
+        that was taken, which may be the output of a request that still ran.
         """
         size, found = self._caching.block_size, {}
         for run in self.runs:
@@ -117,8 +117,8 @@ class PrefixHits:
         return Eligible(num_tokens=end - lost, num_border_tokens=lost)
 
     def eligible_hit_rate(self) -> float | None:
-        """num_hit_tokens / tokens of `eligible`, border tokens not among them. Below 1 where blocks
-        had been evicted, were not computed yet, or lie in another replica's cache."""
+        """num_hit_tokens / tokens of `eligible`, without border tokens. The rate is below 1 where
+        blocks were evicted, not computed yet, or in another replica's cache."""
         return ratio(self.num_hit_tokens, sum(e.num_tokens for e in self.eligible().values()))
 
     def num_border_tokens(self) -> int:
@@ -127,7 +127,7 @@ class PrefixHits:
         return sum(each.num_border_tokens for each in self.eligible().values())
 
     def num_missed_tokens(self) -> int:
-        """Tokens of `eligible` that were computed again: evicted, or not published in time."""
+        """Tokens of `eligible` computed again, because they were evicted or published too late."""
         return sum(
             max(0, each.num_tokens - self._completions[index].num_cached_tokens)
             for index, each in self.eligible().items()
@@ -135,7 +135,7 @@ class PrefixHits:
 
 
 def _digests(prompt: Prompt, num_tokens: int, block_size: int) -> Iterator[tuple[int, bytes]]:
-    """The end of each whole block within the first `num_tokens`, and a digest of all up to it."""
+    """Yield the end of each whole block in the first `num_tokens`, and a digest of all up to it."""
     array = np.asarray(prompt.token_ids[: num_tokens // block_size * block_size], dtype=np.int64)
     chain = hashlib.blake2b(digest_size=16)
     for end in range(block_size, len(array) + 1, block_size):

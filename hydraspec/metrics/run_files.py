@@ -36,9 +36,9 @@ COMPARISON_MARKDOWN = "compare.md"
 STUDY = "study.html"
 STUDY_SPEC = "study.json"
 TRACKER = "wandb"
-SKIPPED = "skipped.json"  # of a sweep's job that was left out: the reason
-UNSAVED = ".unsaved.json"  # what a run knew when it began, until it is saved
-RANKS = "ranks"  # logs of ranks other than the first, where they said something
+SKIPPED = "skipped.json"  # why a job of a sweep was left out
+UNSAVED = ".unsaved.json"  # facts of a run from its start, until its results are saved
+RANKS = "ranks"  # logs of ranks other than the first, if they wrote any
 RESULTS = (SUMMARY, BENCH)  # of a run, and of a benchmark
 # Files that a new run in the same folder replaces; the last two mark the folder as used.
 OF_A_RUN = (
@@ -50,12 +50,12 @@ OF_A_RUN = (
 
 
 def job_number(folder: Path) -> tuple[int, str]:
-    """Sorts the folders of a sweep's jobs by their numbers, others after them by name."""
+    """Sort key of the folders of a sweep's jobs: by number, others after them by name."""
     return (int(folder.name) if folder.name.isdigit() else 10**9, folder.name)
 
 
 def written_since(file: Path, time_s: float) -> bool:
-    """Returns whether there is such a file, which was written after `time_s` (time.time())."""
+    """Returns whether the file exists and was written at `time_s` (time.time()) or later."""
     return file.is_file() and file.stat().st_mtime >= time_s
 
 
@@ -76,7 +76,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 def skipped_jobs(sweep: Path) -> dict[Path, str]:
-    """The jobs of a sweep that were left out, and why."""
+    """The reason for each job of a sweep that was left out and has no result."""
     jobs = sorted((file.parent for file in sweep.glob(f"*/{SKIPPED}")), key=job_number)
     return {
         job: str((read_object(job / SKIPPED) or {}).get("reason"))

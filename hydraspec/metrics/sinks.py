@@ -1,4 +1,4 @@
-"""Sinks: hooks that a run calls with each record, and the JSON-lines file of steps.
+"""Sinks, whose hooks a run calls with each record, and the JSON-lines file of steps.
 
 A sink only writes. The meter computes, and the lab decides.
 """
@@ -20,7 +20,7 @@ OF_BASELINE = ("finish_reason", "decode_tokens", "decode_ms", "decode_steps", "c
 
 
 class Side(Enum):
-    """Which engine a record comes from: the method under study, or the same target without a
+    """The engine that a record comes from: the method under study, or the same target without a
     drafter.
     """
 
@@ -32,19 +32,19 @@ class Sink:
     """Hooks of a run, in the order they are called. A sink overrides those it needs."""
 
     def on_round(self, side: Side, number: int, num_rounds: int) -> None:
-        """A round begins: `side` decodes its share of the workload. Rounds count from 1."""
+        """Handle the start of a round of `side`, which decodes its share. Rounds count from 1."""
 
     def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
-        """A step was counted by `meter`."""
+        """Handle a step, after `meter` has counted it."""
 
     def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
-        """A request ended and was counted by `meter`."""
+        """Handle a request that ended, after `meter` has counted it."""
 
     def on_requests(self, rows: Sequence[Json]) -> None:
-        """The rows of requests.jsonl, which is written."""
+        """Handle the rows of requests.jsonl, once the file is written."""
 
     def on_summary(self, summary: Summary) -> list[str]:
-        """The run is over and its files are written. Returns warnings to add to the summary."""
+        """Handle the summary, once the run's files are written. Returns warnings to add to it."""
         return []
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Sink:
 
 
 class StepsFile(Sink):
-    """steps.jsonl: the StepRecords of the method, a line each."""
+    """Writer of steps.jsonl: the StepRecords of the method, a line each."""
 
     def __init__(self, path: Path) -> None:
         self._file = JsonLinesFile(path)
@@ -73,8 +73,8 @@ def request_row(
     *,
     num_positions: int,
 ) -> dict[str, Json]:
-    """A line of requests.jsonl: a completed request with its counts, those by position for each of
-    K=num_positions, whatever was drafted. Of its baseline's row `baseline` takes OF_BASELINE."""
+    """A line of requests.jsonl: a completed request with its counts; lists by position have
+    num_positions entries. `baseline` is None, for the OF_BASELINE keys of the baseline's row."""
     missing = [0] * (num_positions - len(counters.drafted_per_position))
     spans = {"spans": completion.spans} if completion.spans else {}
     return {

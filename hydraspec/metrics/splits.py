@@ -1,4 +1,4 @@
-"""A split in words, named as the choices of the config group `parallelism` are."""
+"""The split of a run over devices in words: the choice of the config group `parallelism`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ AXES = {"tensor": "tp", "pipeline": "pp", "data": "dp"}
 
 
 def split_words(parallelism: object) -> str:
-    """ "single", "tp2", "tp2_pp2" or "tp4_dp3", of a summary's `parallelism`; empty where a summary
-    of an earlier version has none."""
+    """The split of a summary's `parallelism`: "single", "tp2", "tp2_pp2" or "tp4_dp3"; empty for
+    a summary of an earlier version, which has none."""
     if not isinstance(parallelism, Mapping):
         return ""
     sizes = [(short, parallelism.get(axis, 1)) for axis, short in AXES.items()]

@@ -14,16 +14,16 @@ from numpy.typing import ArrayLike, NDArray
 
 NUM_RESAMPLES = 2000
 MAX_INDICES_AT_ONCE = 4_000_000  # bounds the memory of a bootstrap over very many requests
-MIN_REQUESTS = 5  # that contribute, for an interval
-UNBOUNDED = 1000  # an interval of ratios that ends beyond says nothing
+MIN_REQUESTS = 5  # that must contribute to an interval
+UNBOUNDED = 1000  # ratios beyond are not shown: they say nothing
 SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean and its 95 % interval; null where there is nothing to estimate from.
+    """A mean and its 95 % interval; both are None where there is nothing to estimate from.
 
-    The interval is null where fewer than MIN_REQUESTS requests contribute: a bootstrap over so few
+    The interval is None where fewer than MIN_REQUESTS requests contribute: a bootstrap over so few
     would claim certainty.
     """
 
@@ -32,14 +32,14 @@ class Estimate:
 
 
 def range_words(ci95: Sequence[float], digits: int = 2) -> str:
-    """ "1.75 to 2.20"; an end without bound, which few blocks of requests give, as "over 1000"."""
+    """An interval as "1.75 to 2.20"; a huge end, which few blocks can give, as "over 1000"."""
     low, high = ci95
     end = f"{high:.{digits}f}" if high < UNBOUNDED else f"over {UNBOUNDED}"
     return f"{low:.{digits}f} to {end}"
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """numerator / denominator, null where that is not a finite number."""
+    """numerator / denominator; None where that is no finite number."""
     if denominator == 0:
         return None
     value = float(numerator) / float(denominator)
@@ -47,14 +47,14 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 
 def student_tail(t: float, freedom: int) -> float:
-    """P(T ≥ t) of Student's t with that many degrees of freedom."""
+    """P(T ≥ t) of Student's t with `freedom` degrees of freedom."""
     from scipy import special
 
     return float(special.stdtr(freedom, -t))
 
 
 def student_quantile(tail: float, freedom: int) -> float:
-    """The t with P(T ≥ t) = tail."""
+    """The t with P(T ≥ t) = tail for Student's t with `freedom` degrees of freedom."""
     from scipy import special
 
     return -float(special.stdtrit(freedom, tail))
@@ -68,21 +68,21 @@ def normal_tail(z: float) -> float:
 
 
 def normal_quantile(probability: float) -> float:
-    """The z with P(Z ≤ z) = probability."""
+    """The z with P(Z ≤ z) = probability for a standard normal variable."""
     from scipy import special
 
     return float(special.ndtri(probability))
 
 
 def sign_test(a: int, b: int) -> float:
-    """Probability of a split of a + b fair coins at least as uneven as a to b."""
+    """Two-sided p: the probability of a split of a + b fair coins at least as uneven as a to b."""
     from scipy import special
 
     return min(1.0, 2 * float(special.bdtr(min(a, b), a + b, 0.5)))
 
 
 def leading(matches: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[N, K] -> [N]: how many columns from the first one on are true."""
+    """Number of true columns before the first false one, [N, K] -> [N]."""
     counts: NDArray[np.int64] = np.cumprod(matches, axis=1).sum(axis=1)
     return counts
 
@@ -90,8 +90,8 @@ def leading(matches: NDArray[np.bool_]) -> NDArray[np.int64]:
 def ratio_of_sums(
     numerators: ArrayLike, denominators: ArrayLike, *, offset: float = 0.0
 ) -> Estimate:
-    """offset + Σ numerators / Σ denominators over requests [R], with its percentile bootstrap
-    interval.
+    """Estimate of offset + Σ numerators / Σ denominators over requests [R], with its percentile
+    bootstrap interval.
     """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     mean = ratio(top.sum(), bottom.sum())
@@ -103,7 +103,7 @@ def ratio_of_sums(
 
 def _resampled_sums(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sums of each column [C, R] over NUM_RESAMPLES draws of R requests with replacement: [C,
-    NUM_RESAMPLES]; none where fewer than MIN_REQUESTS are not all zero.
+    NUM_RESAMPLES]; [C, 0] where fewer than MIN_REQUESTS requests have a count that is not 0.
     """
     num_requests = columns.shape[1]
     if np.count_nonzero(columns.any(axis=0)) < MIN_REQUESTS:

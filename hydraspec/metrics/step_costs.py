@@ -22,7 +22,7 @@ from hydraspec.types import StepRecord
 
 STEPS_OF_BLOCK = 4  # at first; twice as many whenever a round has more than MOST_BLOCKS
 MOST_BLOCKS = 16  # of a round
-LEAST_STEPS = 8  # of a size, for its mean to say something
+LEAST_STEPS = 8  # of a size, for its mean to be used
 LEAST_BLOCKS = 4  # of a side of a run
 # Drift: its variance over that of a block's own noise, and how long it lasts in seconds. Levels of
 # whole runs: their variance over that of drift, where there are several runs.
@@ -30,15 +30,15 @@ DRIFTS = (0.0, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
 LASTING_S = (0.5, 2.0, 8.0, 32.0)
 LEVELS = (0.0, 1.0, 10.0)
 NUM_ERRORS = 3.0  # standard errors that drift may move a measured ratio by
-GRANTED = 0.02  # of the ratio, beyond them
-UNEVEN = 2.0  # errors that halves of a run differ by, beyond which their difference is the error
+GRANTED = 0.02  # share of the ratio that is allowed beyond them
+UNEVEN = 2.0  # errors; halves of a run that differ by more give the error themselves
 TINY = 1e-20  # steps that all take the same time have no error
 Array = NDArray[np.float64]
 Size = tuple[int, int]  # of a decode step: its requests, and their rows
 
 
 class BlockRecord(TypedDict):
-    """A block as files have it; `steps` has requests, rows, number of steps, milliseconds."""
+    """A block in a file; each of `steps` has requests, rows, number of steps, milliseconds."""
 
     start_s: float
     end_s: float
@@ -63,16 +63,16 @@ class Block:
 
     @property
     def num_steps(self) -> int:
-        """All its steps."""
+        """The number of steps of all sizes."""
         return sum(count for count, _ in self.sizes.values())
 
     def add(self, size: Size, count: int, milliseconds: float) -> None:
-        """Count steps of a size."""
+        """Add `count` steps of a size and their time."""
         before, ms = self.sizes.get(size, (0, 0.0))
         self.sizes[size] = before + count, ms + milliseconds
 
     def joined(self, later: Block) -> Block:
-        """This block and the next one."""
+        """A block that joins this one and the `later` one, which follows it."""
         made = Block(self.start_s, later.end_s, dict(self.sizes))
         for size, (count, ms) in later.sizes.items():
             made.add(size, count, ms)
@@ -80,7 +80,7 @@ class Block:
 
     @classmethod
     def of_record(cls, found: BlockRecord) -> Block:
-        """The block that a file has."""
+        """The block of a record in a file."""
         made = cls(found["start_s"], found["end_s"])
         for requests, rows, count, ms in found["steps"]:
             made.add((int(requests), int(rows)), int(count), ms)
@@ -91,7 +91,7 @@ class StepBlocks:
     """The decode steps of one side of a run, in blocks. Steps that read prompts are left out.
 
     Attributes:
-        blocks: of all rounds, in order.
+        blocks: the blocks of all rounds, in order.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -100,7 +100,7 @@ class StepBlocks:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Another round begins: its steps are in other blocks."""
+        """Begin a round, whose steps go into new blocks."""
         self._first, self._length = len(self.blocks), STEPS_OF_BLOCK
 
     def add(self, record: StepRecord, total_ms: float) -> None:
@@ -136,7 +136,7 @@ def step_costs_file(sides: Mapping[str, StepBlocks]) -> StepCostsFile:
 
 
 def _sums(blocks: Iterable[Block]) -> dict[Size, tuple[int, float]]:
-    """Steps and milliseconds by size."""
+    """Numbers of steps and milliseconds of all blocks, by size."""
     total = Block(0.0, 0.0)
     for block in blocks:
         for size, (count, ms) in block.sizes.items():
@@ -146,12 +146,12 @@ def _sums(blocks: Iterable[Block]) -> dict[Size, tuple[int, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRatio:
-    """A ratio of two costs of decode steps, as far as it is not what was measured.
+    """A ratio of two costs of decode steps, as a correction of the ratio of measured times.
 
     Attributes:
-        drift: what its logarithm has beyond that of the measured times.
-        log_error: the standard error of its logarithm.
-        holds: whether drift is as large as the model of it allows: else the measured times count.
+        drift: the logarithm of this ratio less that of the measured one.
+        log_error: the standard error of the ratio's logarithm.
+        holds: whether drift is within what its model allows; if not, measured times are used.
     """
 
     drift: float
@@ -161,10 +161,10 @@ class CostRatio:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How far a run is as the model has it.
+    """Checks of the model of drift on one run.
 
     Attributes:
-        plain: the standard error of the ratio of its two costs as measured, drift included.
+        plain: the standard error of the run's ratio of two costs as measured, drift included.
         halves: half the difference between the logarithms of that ratio in the first and the second
             half of the run, drift taken out: a standard error that no model is needed for.
     """
@@ -178,10 +178,10 @@ class StepCosts:
     """Costs of steps of several names, fitted over runs in which two or more of them took turns.
 
     Attributes:
-        places: of each name in `covariance`.
-        covariance: of the logarithms of costs.
+        places: the row of each name in `covariance`.
+        covariance: the covariance of the logarithms of costs.
         drifts: by run and name, how much slower the machine was than over all runs (logarithm).
-        checks: by run.
+        checks: the checks of each run.
     """
 
     places: Mapping[str, int]
@@ -190,7 +190,7 @@ class StepCosts:
     checks: Sequence[Check]
 
     def covariance_of(self, first: tuple[str, str], second: tuple[str, str]) -> float:
-        """Of the logarithms of two ratios, each of the costs of two names."""
+        """Covariance of the logarithms of two ratios, each of the costs of two names."""
         signs = np.zeros((2, len(self.covariance)))
         for row, names in zip(signs, (first, second), strict=True):
             for sign, name in zip((1.0, -1.0), names, strict=True):
@@ -198,11 +198,11 @@ class StepCosts:
         return float(signs[0] @ self.covariance @ signs[1])
 
     def error(self, one: str, other: str) -> float:
-        """Standard error of the logarithm of cost / cost."""
+        """Standard error of the logarithm of the ratio of two names' costs."""
         return sqrt(max(0.0, self.covariance_of((one, other), (one, other))))
 
     def ratio(self, one: str, other: str, runs: Sequence[int] = (0,)) -> CostRatio:
-        """The cost of `other` / the cost of `one`, which some of the runs measured."""
+        """The cost of `other` / the cost of `one`, to correct the times that `runs` measured."""
         drift = float(np.mean([self.drifts[run][one] - self.drifts[run][other] for run in runs]))
         error = self.error(one, other)
         checks = [self.checks[run] for run in runs]
@@ -217,8 +217,8 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Timed:
-    """Blocks of one run: logarithms of time / the time that steps of these sizes take on average,
-    places of names, middles in seconds, numbers of steps and milliseconds."""
+    """Blocks [N] of one run: logarithms of time / the mean time of steps of these sizes, places of
+    names, middles in seconds, numbers of steps and milliseconds."""
 
     logs: Array
     names: NDArray[np.int64]
@@ -228,12 +228,12 @@ class _Timed:
 
 
 def fit(runs: Sequence[Mapping[str, Iterable[Block]]]) -> StepCosts | None:
-    """Costs from the blocks of runs, by the name of what took them; None where a side has fewer
-    than LEAST_BLOCKS.
+    """Costs of steps by name, fitted to the blocks that runs have of each name; None where a run
+    has fewer than LEAST_BLOCKS of a name.
 
     The logarithm of a block's time is the cost of its name, the run's level, drift that lasts
     for some seconds, and noise: generalised least squares, averaged over the sizes of drift by
-    their restricted likelihood, so that what is not known of it is a part of the error.
+    their restricted likelihood, so that uncertainty about drift is a part of the error.
     """
     kept = [{name: list(blocks) for name, blocks in run.items()} for run in runs]
     by_name: dict[str, list[Block]] = defaultdict(list)
@@ -294,7 +294,7 @@ def _timed(
 
 
 def _mean(found: _Timed, place: int) -> float:
-    """The mean logarithm of a name's blocks, by time."""
+    """The mean of a name's logarithms over its blocks, weighted by time."""
     of = found.names == place
     return float(np.average(found.logs[of], weights=found.ms[of]))
 
@@ -310,8 +310,8 @@ class _Fit:
 def _fitted(
     runs: Sequence[_Timed], num_names: int, drift: float, lasting_s: float, level: float
 ) -> _Fit:
-    """Generalised least squares with noise of these proportions; each run has as much of it as its
-    own blocks show, and runs are independent."""
+    """Generalised least squares with one choice of DRIFTS, LASTING_S and LEVELS. Each run has as
+    much noise as its own blocks show, and runs are independent."""
     noises: list[Array] = []
     roots: list[Array] = []
     for run in runs:
@@ -346,7 +346,7 @@ class _LeastSquares:
 
 
 def _least_squares(runs: Sequence[_Timed], roots: Sequence[Array], num_names: int) -> _LeastSquares:
-    """Costs of the names that runs have, with noise whose covariance has these roots."""
+    """Costs of the names in `runs`, whose noise has covariances with these Cholesky roots."""
     information = np.zeros((num_names, num_names))
     projected, total, log_determinant = np.zeros(num_names), 0.0, 0.0
     for run, root in zip(runs, roots, strict=True):
@@ -368,7 +368,7 @@ def _least_squares(runs: Sequence[_Timed], roots: Sequence[Array], num_names: in
 
 
 def _check(run: _Timed, noise: Array) -> Check:
-    """See `Check`; `noise` is the covariance of the run's blocks."""
+    """The check of a run; `noise` is the covariance of the logarithms of its blocks."""
     whole = np.zeros(len(run.logs))
     halves = np.zeros(len(run.logs), np.int64)
     names = list(dict.fromkeys(run.names.tolist()))

@@ -1,7 +1,7 @@
 """The schema of summary.json, version 1: its keys and their types.
 
-docs/outputs/ explains every key; tests compare both, and what a run writes. Keys are added,
-never renamed. Computes nothing.
+docs/outputs/ explains every key; tests compare it with this schema and with what a run writes.
+Keys are added, never renamed. The module computes nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal, NotRequired, TypedDict
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "interrupted", "failed"]
-# What `time_breakdown_from` says.
+# Values of `time_breakdown_from`.
 ALL_STEPS = "all steps"
 PROFILE = "decode steps of a profiling run: eager, without graphs, not part of the measured rounds"
 
 
 class Interval(TypedDict):
-    """An estimate with its 95 % interval [low, high]: a bootstrap over requests."""
+    """An estimate with its 95 % interval [low, high], which is null with too few requests."""
 
     mean: float
     ci95: Sequence[float] | None
@@ -56,23 +56,23 @@ class PlaceFigures(TypedDict):
 
 
 class Assessment(TypedDict):
-    """The judgement of the method here, in a word and in a sentence."""
+    """The judgement of a method, in a word and in a sentence."""
 
     says: Literal["worth_it", "cannot_tell", "slower"]
     sentence: str
 
 
 class CategoryAccuracy(TypedDict):
-    """Correct outputs over the scored requests of one category."""
+    """Share of correct outputs among the scored requests of one category."""
 
     exact_match: float
     num_scored: int
 
 
 class Accuracy(CategoryAccuracy):
-    """Correct outputs over all scored requests, and by category; metrics.accuracy has their name.
+    """Share of correct outputs among all scored requests, and by category; see metrics.accuracy.
 
-    `exact_match` is the share that `scoring` calls correct: with "defines" no match with an answer.
+    `exact_match` is the share that `scoring` calls correct; "defines" compares no answer.
     """
 
     scoring: NotRequired[Literal["text", "number", "defines"]]  # runs of earlier versions lack it
@@ -80,7 +80,7 @@ class Accuracy(CategoryAccuracy):
 
 
 class StepProfile(TypedDict):
-    """Parts of the wall time of a decode step on a device."""
+    """Wall time of a decode step on a device, and its parts, in milliseconds."""
 
     step_ms: float
     device_ms: float
@@ -89,7 +89,7 @@ class StepProfile(TypedDict):
 
 
 class Percentiles(TypedDict):
-    """Percentiles of a latency in milliseconds, or of what is named; null without values."""
+    """Percentiles of a latency in milliseconds, or of the figure named; null without values."""
 
     p50: float | None
     p90: float | None
@@ -97,7 +97,7 @@ class Percentiles(TypedDict):
 
 
 class Latencies(TypedDict):
-    """Percentiles of what users waited for."""
+    """Percentiles of the times that users waited, in milliseconds."""
 
     ttft: Percentiles
     inter_token: Percentiles
@@ -105,7 +105,7 @@ class Latencies(TypedDict):
 
 
 class TurnFigures(TypedDict):
-    """Turns of conversations whose number, from 1, is in first..last."""
+    """Figures of the turns of conversations whose number, from 1, is in first..last."""
 
     first: int
     last: int
@@ -124,7 +124,7 @@ class Goodput(TypedDict):
 
 
 class BuiltInRounds(TypedDict):
-    """Counts of what was built inside the measured rounds."""
+    """Numbers of kernels compiled and graphs captured inside the measured rounds."""
 
     kernels: int
     graphs: int
@@ -145,7 +145,7 @@ class Divergence(TypedDict):
 
 
 class Distribution(TypedDict):
-    """The test of sampled outputs against the baseline's distribution; metrics/distribution.py."""
+    """The test of sampled outputs against the baseline's; see metrics/distribution.py."""
 
     says: Literal["same", "different", "cannot_tell"]  # the last: the test has no power
     p: float
@@ -160,7 +160,7 @@ class Distribution(TypedDict):
 
 
 class Lossless(TypedDict):
-    """The verdict on the outputs, and what it rests on."""
+    """The verdict on the outputs, and the comparisons that it rests on."""
 
     verdict: Literal["identical", "numerical", "diverged", "not_checked"]
     reason: str | None  # why the verdict is "not_checked"; null with any other
@@ -177,7 +177,7 @@ class Lossless(TypedDict):
 
 
 class Cudagraph(TypedDict):
-    """The graph mode requested, and what target and drafter got."""
+    """The CUDA graph mode that was requested, and the modes of target and drafter."""
 
     requested: str
     target: str
@@ -193,7 +193,7 @@ class DraftLengths(TypedDict):
 
 
 class Acceptance(TypedDict):
-    """Counts and rates of what the verifier accepted."""
+    """Counts and rates of the drafts that the verifier accepted."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -251,7 +251,7 @@ class Counts(TypedDict):
 
 
 class Baseline(Speed, Counts):
-    """method=none on the same prompts, in the same process."""
+    """Figures of method=none on the same prompts, in the same process."""
 
 
 class Parallelism(TypedDict):
@@ -343,7 +343,7 @@ StartBucket = TypedDict(  # "from" is a keyword
 
 
 class TeacherForced(TypedDict):
-    """The drafter over the target's own tokens, from every place of the outputs."""
+    """Figures of the drafter over the target's own tokens, from every place of the outputs."""
 
     num_places: int
     by_step: list[DraftStep]
@@ -355,7 +355,7 @@ class TeacherForced(TypedDict):
 
 
 class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
-    """summary.json."""
+    """The content of summary.json."""
 
     schema_version: int
     status: Status
@@ -378,4 +378,4 @@ class Summary(Speed, Counts, Acceptance, Settings, RunFacts):
     lossless: Lossless
     cudagraph: Cudagraph
     warnings: list[str]
-    reused_from: NotRequired[str]  # a sweep's job that took an equal job's results over
+    reused_from: NotRequired[str]  # the equal job of a sweep that gave its results

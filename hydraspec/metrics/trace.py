@@ -1,4 +1,4 @@
-"""The files that say what was drafted: trace.jsonl, a line per request and decode step, and
+"""Writers of the drafts of a run: trace.jsonl, a line per request and decode step, and
 positions.jsonl, a line per place of an output where a step may verify drafts.
 """
 
@@ -30,8 +30,8 @@ class _Ranks:
 
 
 class TraceFile(Sink):
-    """trace.jsonl: what was drafted, accepted and emitted, a line per request and decode step
-    of the method. Ranks and probabilities are filled in when the file is closed.
+    """Writer of trace.jsonl: drafts, accepted and emitted tokens, a line per request and decode
+    step of the method. Ranks and probabilities are filled in when the file is closed.
     """
 
     def __init__(self, path: Path, requests: Sequence[Request]) -> None:
@@ -46,7 +46,7 @@ class TraceFile(Sink):
                     self._file.write(trace_row(self._ids[part.index], record.step, part))
 
     def add_scores(self, scores: PositionScores) -> None:
-        """Keep what the lines of a request lack."""
+        """Keep the ranks and probabilities that `close` adds to the lines of a request."""
         ranks = np.where(scores.target_token_ids < 0, -1, scores.target_ranks).astype(np.int32)
         found = _Ranks(scores.first, ranks, scores.target_probs)
         self._ranks[self._ids[scores.index]] = found
@@ -89,14 +89,14 @@ def trace_row(request_id: str, step: int, part: RequestStep) -> Json:
 
 
 class PositionsFile:
-    """positions.jsonl: the drafts from every place of the outputs, request by request."""
+    """Writer of positions.jsonl: the drafts from every place of outputs, request by request."""
 
     def __init__(self, path: Path, requests: Sequence[Request]) -> None:
         self._file = JsonLinesFile(path)
         self._requests = {request.index: request for request in requests}
 
     def add_scores(self, scores: PositionScores) -> None:
-        """Write the lines of a request."""
+        """Write the lines of a request, one for each place of its output."""
         request = self._requests[scores.index]
         for place in range(len(scores.target_token_ids)):
             self._file.write(position_row(request, scores, place))
@@ -124,7 +124,7 @@ def position_row(request: Request, scores: PositionScores, place: int) -> Json:
 
 
 def _ranks(ranks: NDArray[np.integer]) -> list[int | None]:
-    """Null for a token that the drafter cannot propose."""
+    """Ranks from 1; None for a token that the drafter cannot propose, whose rank is 0."""
     return [int(rank) or None for rank in ranks]
 
 

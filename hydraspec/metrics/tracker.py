@@ -45,8 +45,8 @@ FINISH_TIMEOUT_SECONDS = 30.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrackerOptions:
-    """The place where a run is logged. mode is "offline" or "online"; without notes a run gets its
-    summary's assessment."""
+    """The place where a run is logged. `mode` is "offline" or "online"; without `notes` a run gets
+    its summary's assessment."""
 
     project: str
     entity: str | None
@@ -61,10 +61,10 @@ class TrackerOptions:
 
 
 class WandbSink(Sink):
-    """Config, per-step curves, tables, histograms and the summary, in `<run folder>/wandb`.
+    """Sink that logs config, curves, tables, histograms and the summary, in `<run folder>/wandb`.
 
-    wandb starts in the background while the model loads; `wait_until_ready` belongs before
-    anything is timed.
+    wandb starts in the background while the model loads; call `wait_until_ready` before anything
+    is timed.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WandbSink(Sink):
         self._submit(lambda: self._run.config.update(values, allow_val_change=True))
 
     def on_step(self, side: Side, record: StepRecord, meter: Meter) -> None:
-        """At most four points a second and side, each over the steps since the last one."""
+        """Log a point over the steps since the last one, at most four points a second and side."""
         if side is Side.method:
             self._step_ms.append(record.total_ms)
         self._draft_lengths[side].add(record)
@@ -130,17 +130,17 @@ class WandbSink(Sink):
         self._submit(lambda: self._run.log(values))
 
     def on_requests(self, rows: Sequence[Json]) -> None:
-        """Keep them: `on_summary` makes tables and histograms of them."""
+        """Keep the rows, from which `on_summary` makes a table and histograms."""
         self._rows = rows
 
     def on_summary(self, summary: Summary) -> list[str]:
-        """Log the summary and finish, within finish_timeout_seconds. Returns what went wrong."""
+        """Log the summary and finish, within finish_timeout_seconds. Returns warnings."""
         self._submit(lambda: self._log_summary(summary))
         self.close()
         return self._warnings
 
     def on_sweep(self, jobs: media.PlainTable, figures: Mapping[str, object]) -> list[str]:
-        """Log a sweep's jobs and figures instead, and finish likewise."""
+        """Log a sweep's jobs and figures, and finish as `on_summary` does. Returns warnings."""
         found = plain(figures)
 
         def log() -> None:

@@ -1,1 +1,1 @@
-"""Tiny trained Gemma 4 checkpoints, their assistants, and the recipe that makes them."""
+"""Tiny trained checkpoints of four families, their drafters, and the recipe that makes them."""

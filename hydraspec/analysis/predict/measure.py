@@ -33,8 +33,8 @@ class Answers:
     acceptance: Acceptance | None  # of the same requests; None without drafts
 
     def halfway(self, request: Request, num_tokens: int, max_model_len: int) -> Request:
-        """The request in the middle of its answer, which goes on for `num_tokens` whatever comes:
-        steps then have the lengths that they have on average in a run."""
+        """The request resumed halfway through its answer, to decode `num_tokens` without stops: its
+        steps then have the context that steps have on average in a run."""
         done = self.completions[request.index]
         ids = [*done.prompt_token_ids, *done.output_token_ids[: len(done.output_token_ids) // 2]]
         ids = ids[: max(1, max_model_len - num_tokens)]
@@ -71,7 +71,8 @@ def run_loads(
     *,
     concurrency: int,
 ) -> list[Meter]:
-    """Decode the parts of a load one after another, each with all engines in turn."""
+    """Decode the parts of a load one after another, each with all engines in turn. Returns the
+    meter of each engine."""
     meters = [
         Meter(requests, num_speculative_tokens=engine.info.num_speculative_tokens)
         for engine in engines
@@ -102,7 +103,7 @@ class Costs:
     """The timed steps of one engine.
 
     Attributes:
-        times: its decode steps, and those of the same drafter with other K.
+        times: decode steps of the engine, and of the same drafter with other K.
         prompt_ms: (rows, milliseconds) of steps that only read prompts.
     """
 
@@ -112,15 +113,15 @@ class Costs:
 
     @property
     def num_drafts(self) -> int:
-        """K of the engine."""
+        """K of the engine: drafts of a step."""
         return self.engine.info.num_speculative_tokens
 
     def measure(self, answers: Answers, batch: int) -> None:
         """Time a round: STEPS decode steps of `batch` requests in the middle of their answers,
-        taken in turn where there are fewer.
+        reused in turn if there are fewer.
 
         Raises:
-            ConfigurationError: so many do not fit into the KV cache.
+            ConfigurationError: so many requests do not fit into the KV cache.
         """
         size, num_seen = (batch, self.num_drafts), 0
         with closing_run(self.engine, self._requests(answers, batch), batch) as events:
@@ -153,8 +154,8 @@ class Costs:
         return [replace(request, index=i, id=str(i)) for i, request in enumerate(halfway)]
 
     def split(self, answers: Answers, batches: Sequence[int]) -> None:
-        """Take drafting's share, if steps have no times of phases, from a profile of the same steps
-        without graphs, whose phases are those of the device."""
+        """Estimate the drafting time of steps without times of phases: step time x drafting's share
+        in a profile of such steps without graphs, which times phases on the device."""
         for batch in batches:
             size = batch, self.num_drafts
             if self.times.draft_ms[size]:
@@ -167,12 +168,12 @@ class Costs:
             self.times.draft_ms[size] = [share * each for each in self.times.step_ms[size]]
 
     def table(self, batches: Sequence[int]) -> CostTable:
-        """Typical times of the engine's steps."""
+        """Typical times of the engine's steps, by batch size."""
         return self.times.table(batches, [self.num_drafts])
 
     def ms_per_prompt_row(self, batches: Sequence[int]) -> float:
-        """Milliseconds that a prompt's token adds to a step: the time of steps that only read
-        prompts, less that of the smallest decode step, by rows."""
+        """Milliseconds that a prompt's token adds to a step: (time of a prompt-only step
+        - time of the smallest decode step) / rows, the median; 0 where none was timed."""
         least = self.times.typical(self.times.step_ms[min(batches), self.num_drafts])
         rows = [
             max(0.0, milliseconds - least) / count
@@ -185,7 +186,7 @@ class Costs:
 def interleaved(
     costs: Sequence[Costs], answers: Answers, batches: Sequence[int], rounds: int
 ) -> None:
-    """Rounds over every batch, the engines in turn in each, so that all see the same machine."""
+    """Time rounds over every batch size, the engines in turn, so that all see the same machine."""
     for _ in range(rounds):
         for batch in batches:
             for each in costs:

@@ -1,6 +1,6 @@
 """The arithmetic of a prediction: acceptance, the steps of a load, and the break-even acceptance.
 
-Measures nothing and knows no engine.
+The module measures nothing and knows no engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Acceptance:
-    """Drafts accepted in a step, of each request.
+    """Probabilities that a step of a request accepts its drafts.
 
     With fewer drafts than were measured, position i is accepted as often as it was: a step accepts
     min(accepted, K). This assumes that acceptance does not depend on where steps begin in the text,
@@ -31,7 +31,7 @@ class Acceptance:
     Attributes:
         survival: [R, K] probability that a step of the request accepts more than i drafts; falls
             with i.
-        pooled: [K] the same of all requests together.
+        pooled: [K] the same probability over the steps of all requests.
     """
 
     survival: Array
@@ -39,15 +39,15 @@ class Acceptance:
 
     @property
     def most_drafts(self) -> int:
-        """The largest K that this says something about."""
+        """The largest K whose acceptance is known."""
         return len(self.pooled)
 
     def length(self, num_drafts: int) -> float:
-        """Acceptance length with K drafts: 1 + Σ of the K first."""
+        """Acceptance length with K drafts: 1 + Σ of the first K of `pooled`."""
         return float(1 + self.pooled[:num_drafts].sum())
 
     def conditional(self) -> list[float]:
-        """[K] accepted at i / accepted at i-1; 0 after a position that is never accepted."""
+        """Conditional rates [K]: accepted at i / at i-1; 0 after a position never accepted."""
         before = np.concatenate([[1.0], self.pooled[:-1]])
         rates = np.divide(self.pooled, before, out=np.zeros_like(before), where=before > 0)
         return [float(rate) for rate in rates]
@@ -55,7 +55,7 @@ class Acceptance:
 
 def measured_acceptance(counters: Sequence[RequestCounters], num_drafts: int) -> Acceptance:
     """The acceptance that a pass with `num_drafts` drafts counted; a request without a step with
-    drafts has that of all together."""
+    drafts has the pooled one."""
     accepted = np.zeros((len(counters), num_drafts))
     for row, counted in zip(accepted, counters, strict=True):
         row[: len(counted.accepted_per_position)] = counted.accepted_per_position
@@ -67,7 +67,7 @@ def measured_acceptance(counters: Sequence[RequestCounters], num_drafts: int) ->
 
 
 def assumed_acceptance(rates: Sequence[float], num_drafts: int, num_requests: int) -> Acceptance:
-    """The same conditional rates in every request; positions after the last one have its rate."""
+    """Acceptance with the conditional `rates` in every request; positions beyond have the last."""
     filled = [*rates, *[rates[-1]] * num_drafts][:num_drafts]
     pooled = np.cumprod(np.array(filled, float))
     return Acceptance(np.tile(pooled, (num_requests, 1)), pooled)
@@ -111,15 +111,15 @@ class Load:
 
 @dataclass(slots=True, frozen=True)
 class Speed:
-    """Decode steps of a load, as `Meter.output_tokens_per_second` counts them: a step's time goes
-    to prompts and decodes in proportion to their rows."""
+    """Tokens and time of a load's decode steps, as `Meter.output_tokens_per_second` counts them: a
+    step's time goes to prompts and decodes in proportion to their rows."""
 
     num_tokens: float
     milliseconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """0 where nothing decodes."""
+        """Decode throughput; 0 where nothing decodes."""
         return 1000 * self.num_tokens / self.milliseconds if self.milliseconds else 0.0
 
 
@@ -136,11 +136,12 @@ def simulate(
 
     A request emits one token with its prompt, then each step 1 + the accepted drafts, and leaves
     after its last token; the next one joins in the following step. Prompts read beside decodes add
-    their rows' time. NUM_DRAWS times with drawn acceptance, once without drafts.
+    their rows' time. The load is simulated NUM_DRAWS times with drawn acceptance, or once
+    without drafts.
 
     Args:
-        acceptance: of the load's requests; None without drafts.
-        max_rows: token rows of a step.
+        acceptance: acceptance of the load's requests; None without drafts.
+        max_rows: the most token rows of a step.
     """
     rng = np.random.default_rng(SEED)
     step_ms = cache(lambda batch: costs.at(batch, num_drafts).step_ms)
@@ -174,7 +175,8 @@ def simulate(
 def _read(
     reading: Sequence[int], left: dict[int, int], budget: int
 ) -> tuple[int, list[int], list[int]]:
-    """Read prompts in order: the rows read, the requests with more to read, those without."""
+    """Read prompts in order, `budget` rows at most. Returns the rows read, and the requests with
+    and without more to read."""
     num_read = 0
     unread: list[int] = []
     done: list[int] = []

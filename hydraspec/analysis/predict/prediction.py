@@ -1,4 +1,4 @@
-"""Expected speedups, as engines are measured one after another."""
+"""Predicted speedups, filled in K by K as engines are measured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOTHING_DECODED = "workload: no request has a second token, so nothing is decode
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Wanted:
-    """A prediction's numbers of drafts and loads."""
+    """The numbers of drafts and the loads that a prediction is asked for."""
 
     drafts: Sequence[int]  # K
     concurrencies: Sequence[int]
@@ -52,25 +52,25 @@ class Wanted:
     check: bool = False  # run the loads too, and put the measured speedups beside
 
     def num_requests(self, concurrency: int) -> int:
-        """Requests of a load: of two parts at least."""
+        """Number of requests of a load, which has two parts at least."""
         return max(LEAST_REQUESTS, 2 * self.waves * concurrency)
 
     def part(self, concurrency: int) -> int:
-        """Requests of it that are offered at once."""
+        """Number of requests of one part of a load, which are offered at once."""
         return max(LEAST_PART, self.waves * concurrency)
 
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
-    """The answers that predictions stand on, and the rows of the table so far.
+    """The answers that predictions stand on, and the predictions so far.
 
     Attributes:
-        acceptance: measured on the answers, or assumed.
-        facts: what predict.json says of the engine.
-        notes: what disturbed a measurement.
-        rows: by K and concurrency.
-        drafter_times: the steps of all K.
-        plain_times: the baseline's steps beside them.
+        acceptance: acceptance measured on the answers, or assumed.
+        facts: facts of the engine in predict.json.
+        notes: warnings, such as on disturbed measurements.
+        rows: rows of the table so far, one by K and concurrency.
+        drafter_times: timed steps with drafts, of all K.
+        plain_times: timed steps of the baseline beside them.
     """
 
     config: RunConfig
@@ -93,7 +93,7 @@ class Prediction:
         workload: Workload | None,
         say: Callable[[str], None],
     ) -> Prediction:
-        """Answer the workload's requests once, with an engine of the most drafts."""
+        """Answer the workload's requests once, with the engine of the largest K."""
         most, drafts = max(wanted.concurrencies), max(wanted.drafts)
         requests = _requests(config, engine, workload, wanted.num_requests(most))
         say(f"{len(requests)} requests are answered with K={drafts}")
@@ -135,12 +135,12 @@ class Prediction:
 
     @property
     def batches(self) -> list[int]:
-        """Requests in the steps that are timed."""
+        """Batch sizes of the steps that are timed."""
         return sorted({1, *self.wanted.concurrencies})
 
     def add(self, engine: Engine, plain: Engine) -> None:
-        """Measure an engine beside its baseline and predict every concurrency; with `check` the
-        loads run in between, so that costs and speedups are of the same time."""
+        """Measure an engine beside its baseline and predict every concurrency; with `check`, loads
+        run in between, so that costs and speedups are of the same time."""
         num_drafts, batches = engine.info.num_speculative_tokens, self.batches
         self.say(f"K={num_drafts}: steps are timed, {', '.join(map(str, batches))} at once")
         slow, fast = costs = Costs(plain), Costs(engine, self.drafter_times)
@@ -162,7 +162,7 @@ class Prediction:
             self.rows.append(row)
 
     def _run(self, engine: Engine, plain: Engine, concurrency: int) -> Json:
-        """The speedup of a load as a run measures it, both sides in turn part by part."""
+        """Measured speedup and acceptance length of a load, both engines in turn part by part."""
         requests, parts = self._parts(concurrency)
         where = f"K={engine.info.num_speculative_tokens}"
         before = engine.num_built() + plain.num_built()
@@ -183,7 +183,7 @@ class Prediction:
         }
 
     def _parts(self, concurrency: int) -> tuple[Sequence[Request], list[tuple[int, int]]]:
-        """The requests of a load, and the bounds of its parts."""
+        """The requests of a load, and the bounds (first, end) of its parts."""
         requests = self.answers.requests[: self.wanted.num_requests(concurrency)]
         count, size = len(requests), self.wanted.part(concurrency)
         return requests, [(first, min(count, first + size)) for first in range(0, count, size)]
@@ -258,8 +258,8 @@ class Prediction:
 def _requests(
     config: RunConfig, engine: Engine, workload: Workload | None, count: int
 ) -> list[Request]:
-    """`count` tokenised first turns of the workload, fewer where it has fewer, with categories
-    mixed; all that workload.limit names."""
+    """Tokenised first turns of the workload, with categories mixed: at most `count`, or all of them
+    with workload.limit."""
     if workload is None:
         workload = generated.random_requests(config, engine.info.vocab_size)
     workload.check_vocabulary(engine.info.vocab_size)

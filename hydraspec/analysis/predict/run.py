@@ -1,6 +1,6 @@
-"""`python -m hydraspec.predict`: load, measure, predict and save.
+"""`python -m hydraspec.predict`: loads, measures, predicts and saves.
 
-Every K is an engine that is loaded, measured beside its own baseline, and closed again.
+For each K an engine is loaded, measured beside its baseline, and closed again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hydraspec.workloads import reading as workloads
 def predict(
     config: RunConfig, wanted: Wanted, *, run_dir: Path, overrides: Sequence[str], quiet: bool
 ) -> Json:
-    """Predict the speedups of a resolved configuration; what is returned is also
-    `run_dir`/predict.json.
+    """Predict the speedups of a resolved configuration. Returns the content of predict.json, which
+    is saved in `run_dir`.
 
     Raises:
         ConfigurationError: no drafter, or an engine or layout that is not predicted.
-        CheckpointError, WorkloadError: as a run.
+        CheckpointError, WorkloadError: as a run raises them.
     """
     check(config, wanted)
     folder = RunFolder(run_dir, to_dict(config), overrides)
@@ -59,10 +59,10 @@ def predict(
 
 
 def check(config: RunConfig, wanted: Wanted) -> None:
-    """Refuse what cannot be predicted, before anything is loaded.
+    """Refuse a run that cannot be predicted, before anything is loaded.
 
     Raises:
-        ConfigurationError: naming the key.
+        ConfigurationError: a key, which is named, has a value that is not predicted.
     """
     check_own_drafter(
         config,

@@ -36,7 +36,7 @@ def show(result: Json, folder: Path, *, quiet: bool) -> None:
 
 
 def show_best(results: Sequence[Json], *, quiet: bool) -> None:
-    """Print which method and K wins at each concurrency, of several predictions."""
+    """Print the best method and K at each concurrency, if there are several predictions."""
     console = run_console(quiet=quiet)
     for text in best_of_all(results) if len(results) > 1 else ():
         _say(console, text, style="bold")
@@ -47,7 +47,7 @@ def _say(console: Any, text: str, style: str | None = None) -> None:
 
 
 def page_of(result: Json) -> str:
-    """The page of the content of predict.json."""
+    """The HTML page of the content of predict.json."""
     rows, best = result["predictions"], best_rows(result)
     kinds: list[Kind] = [
         "bad" if row["speedup"] < 1 else "good" if i in best else "" for i, row in enumerate(rows)
@@ -107,7 +107,7 @@ def _chart(rows: Sequence[Json]) -> Block:
 
 
 def title(result: Json) -> str:
-    """Target, method and where it ran."""
+    """The title: method, target, dtype and device."""
     return (
         f"Predicted speedup of {result['method']} on {result['target']}, {result['dtype']}, "
         f"{result['device']}"
@@ -122,7 +122,7 @@ def header(result: Json) -> list[str]:
 
 
 def cells(result: Json) -> Callable[[Json], list[str]]:
-    """The cells of a row."""
+    """A function that gives the cells of a row of the table."""
     is_checked = _is_checked(result)
 
     def of(row: Json) -> list[str]:
@@ -150,7 +150,7 @@ def cells(result: Json) -> Callable[[Json], list[str]]:
 
 
 def best_rows(result: Json) -> list[int]:
-    """The places of the predictions that are the best of their concurrency, where any wins."""
+    """Indices of the predictions that are the best of their concurrency and beat no drafts."""
     best = {(each["concurrency"], each["num_speculative_tokens"]) for each in result["best"]}
     return [
         i
@@ -199,7 +199,7 @@ def remarks(result: Json) -> Iterator[str]:
 
 
 def best_of_all(results: Sequence[Json]) -> Iterator[str]:
-    """The best choice on each target at each concurrency, of predictions of several methods."""
+    """Yield the best choice on each target at each concurrency, of several methods' predictions."""
     found: dict[tuple[str, int], list[tuple[float, str]]] = {}
     for result in results:
         for best in result["best"]:

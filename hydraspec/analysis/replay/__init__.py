@@ -1,1 +1,1 @@
-"""Other numbers of drafts and other rules, replayed from what a run recorded. Runs nothing."""
+"""Replays of a run's recorded drafts under other numbers of drafts and other rules."""

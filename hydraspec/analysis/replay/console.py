@@ -58,7 +58,7 @@ def _line(row: Json) -> tuple[str, ...]:
 
 
 def _drafter(figures: Json) -> Iterator[str]:
-    """The recorded drafter, teacher-forced, and the best it could reach."""
+    """Yield sentences on the recorded drafter, teacher-forced, and the best that it could reach."""
     for key, words in (("top_1", "its best token"), ("top_5", "one of its best five")):
         shares = ", ".join(percent(row[key]) for row in figures["by_step"])
         yield f"The target's token is {words} in {shares} of places, by draft."

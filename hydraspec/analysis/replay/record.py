@@ -25,7 +25,7 @@ REMEDY = "run it again with metrics.all_positions=true, or metrics.trace=true fo
 
 @dataclass(slots=True, frozen=True)
 class Forced:
-    """Probabilities and entropies, which positions.jsonl has beside ranks."""
+    """Probabilities and entropies, which positions.jsonl has and a trace has not."""
 
     draft_probs: NDArray[np.float64]  # [N, K] of the drafter's best token
     target_probs: NDArray[np.float64]  # [N, K] of the target's token in the drafter's distribution
@@ -34,8 +34,8 @@ class Forced:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Drafted:
-    """The drafts of a request from each of its N places, K of each; places count from its first
-    output token to the last but one. Of a trace only the places are known where steps started.
+    """The drafts of a request, K from each of its N places: its output tokens but the last. A trace
+    has only the drafts from places where steps started.
     """
 
     id: str
@@ -43,21 +43,21 @@ class Drafted:
     num_output: int
     num_prompt: int
     ranks: NDArray[np.int64]  # [N, K] of the target's token; NEVER beyond what is recorded
-    num_known: NDArray[np.int64]  # [N] of K
+    num_known: NDArray[np.int64]  # [N] recorded drafts of the K
     forced: Forced | None  # None from a trace
-    starts: Sequence[int] | None  # places of a trace's steps; None: any may start a step
-    row: Json  # of requests.jsonl
+    starts: Sequence[int] | None  # places where a trace's steps started; None: any may
+    row: Json  # the line of requests.jsonl
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Record:
-    """A run and its drafts."""
+    """A run and the drafts that it recorded."""
 
     run: Run
     source: Literal["positions", "trace"]
     num_drafts: int  # K
     requests: Sequence[Drafted]
-    num_left_out: int  # requests that did not finish, or have no lines as memory ran out
+    num_left_out: int  # requests with an error, or without lines
 
     @property
     def max_model_len(self) -> int | None:
@@ -71,15 +71,15 @@ class Record:
 
     @property
     def num_sampled(self) -> int:
-        """Requests that were sampled; the others are greedy."""
+        """Number of requests that were sampled; the others are greedy."""
         return int(self.run.summary["lossless"]["num_requests_sampled"])
 
 
 def read_record(folder: Path) -> Record:
-    """The record in a run's folder.
+    """The recorded drafts in a run's folder.
 
     Raises:
-        ConfigurationError: no run, no record, a damaged one, or drafts that say nothing of others.
+        ConfigurationError: no run, no record or a damaged one, or drafts that cannot be replayed.
     """
     if not folder.is_dir():
         problem = "is no folder" if folder.exists() else "does not exist"
@@ -90,7 +90,7 @@ def read_record(folder: Path) -> Record:
     files = [folder / name for name in (POSITIONS, TRACE) if (folder / name).is_file()]
     if not files:
         raise refuse(folder, f"holds no {POSITIONS} or {TRACE}", allowed=ALLOWED, remedy=REMEDY)
-    # A drafter that cannot be fed whole texts leaves the first empty.
+    # A drafter that cannot be fed whole texts leaves positions.jsonl empty.
     file = next((each for each in files if each.stat().st_size), files[0])
     if file.stat().st_size == 0 and any(len(row["output_token_ids"]) > 1 for row in run.rows):
         problem = f"holds no drafts in {file.name}; its summary.json says why under warnings"
@@ -190,8 +190,8 @@ def _drafted(row: Json, lines: Sequence[Json], k: int, *, is_trace: bool) -> Dra
 
 
 def _ranks(place: Json) -> list[int]:
-    """Ranks of the target's tokens from a place of positions.jsonl. Of equal logits the drafter
-    takes one: the others have its rank and are not its draft."""
+    """Ranks of the target's tokens at a place of positions.jsonl; 1 for the drafted token
+    alone, not for others with equal logits."""
     pairs = zip(place["draft_token_ids"], place["target_token_ids"], strict=True)
     ranks = [rank or NEVER for rank in place["target_ranks"]]
     return [
@@ -201,7 +201,8 @@ def _ranks(place: Json) -> list[int]:
 
 
 def _trace_ranks(step: Json) -> list[int]:
-    """The same of a step's drafts. What was accepted decides; ranks of equal logits may differ."""
+    """Ranks of the target's tokens at a step of trace.jsonl; 1 for each accepted draft and at least
+    2 for a rejected one, whatever ranks equal logits were given."""
     drafts, accepted = step["draft_token_ids"], step["num_accepted"]
     ranks = [rank or NEVER for rank in step.get("target_ranks") or ()]
     ranks += [NEVER] * (len(drafts) - len(ranks))

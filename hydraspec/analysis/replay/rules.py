@@ -16,7 +16,7 @@ VERIFICATION = "method.verification"
 MAX_TOKENS = "sampling.max_tokens"
 MIN_PROBABILITY = "min_probability"
 CANDIDATES = "candidates"
-SAME_IF_GREEDY = ("standard", "block")  # they accept the same of a greedy request
+SAME_IF_GREEDY = ("standard", "block")  # both accept the same drafts of a greedy request
 A_NEW_RUN = "run it: what the target or the drafter would compute then is not recorded"
 
 
@@ -25,12 +25,12 @@ class Rule:
     """A way to draft and to accept.
 
     Attributes:
-        num_speculative_tokens: drafts of a step at most.
-        max_tokens: where outputs are cut, if before their end.
-        min_probability: a step offers no draft from the first one on to which the drafter gives
-            less than this.
-        candidates: the target's token may be any of the drafter's so many best, at every step: a
-            tree in which each token has so many children.
+        num_speculative_tokens: the most drafts of a step.
+        max_tokens: the length at which outputs are cut; None: they are not.
+        min_probability: a step offers only the drafts before the first to which the drafter gives
+            a smaller probability.
+        candidates: the number of the drafter's best tokens among which the target's is accepted, at
+            every position: a tree in which each token has that many children.
     """
 
     num_speculative_tokens: int
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(slots=True, frozen=True)
 class _Key:
-    field: str | None  # of Rule; None: of no effect
+    field: str | None  # of Rule; None: the key has no effect
     read: Callable[[str], Any]
     allows: Callable[[Any, Record], bool]
     allowed: Callable[[Record], str]
@@ -91,10 +91,10 @@ KEYS = {
 
 
 def read_rules(typed: Sequence[str], record: Record) -> list[Rule]:
-    """All combinations of the values typed; every K up to the recorded one where none is.
+    """All combinations of the values typed; every K up to the recorded one if no K is typed.
 
     Raises:
-        ConfigurationError: a key or value that the record says nothing of.
+        ConfigurationError: a key or value that cannot be replayed from the record.
     """
     values: dict[str, list[Any]] = {K: list(range(1, record.num_drafts + 1))}
     for each in typed:

@@ -1,4 +1,4 @@
-"""A replay of one run, from its folder to replay.json."""
+"""Replays one run, from its folder to the content of replay.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replayed(folder: Path, typed: Sequence[str]) -> Json:
         The content of replay.json; see docs/replay.md.
 
     Raises:
-        ConfigurationError: no record, or a rule that it does not answer for.
+        ConfigurationError: no record, or a rule that cannot be replayed from it.
     """
     record = read_record(folder)
     rules = read_rules(typed, record)
@@ -66,14 +66,14 @@ def replayed(folder: Path, typed: Sequence[str]) -> Json:
 
 
 def write(result: Json, folder: Path) -> Path:
-    """Write replay.json to the run's folder."""
+    """Write replay.json to the run's folder and return its path."""
     path = folder / REPLAY
     write_whole(path, pretty_json(result))
     return path
 
 
 def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
-    """Reasons why a run would do otherwise than the replay, request by request."""
+    """Reasons why a run may differ from the replay; empty if the replay is exact."""
     why = []
     if record.source == "trace":
         why.append(
@@ -90,8 +90,8 @@ def _why_estimated(record: Record, *, num_cut: int) -> list[str]:
 
 
 def _check(record: Record, as_run: Sequence[Steps]) -> Json | None:
-    """The replay of the recorded run against what that run counted; None where K was not constant,
-    as no rule is that run's."""
+    """Comparison of the counts of a replay under the run's own rule with the run's; None where K
+    was not constant, which no rule states."""
     if record.is_adaptive:
         return None
     counted = ("num_drafts", "drafted_per_position", "accepted_per_position")
@@ -108,10 +108,10 @@ def _check(record: Record, as_run: Sequence[Steps]) -> Json | None:
 
 def _figures(record: Record) -> Json | None:
     """The `figures` of replay.json: where the recorded drafts are accepted, over all places whose K
-    next tokens are known."""
+    next tokens are known; None without such places."""
     k, parts = record.num_drafts, []
     for request in record.requests:
-        count = int((request.num_known == k).sum())  # it falls towards the end alone
+        count = int((request.num_known == k).sum())  # fewer are known only towards the end
         if request.forced is not None and count:
             parts.append((request, request.forced, count))
     if not parts:
@@ -181,7 +181,7 @@ def _columns(steps: Sequence[Steps], name: str, k: int) -> list[int]:
 
 
 def _total(steps: Sequence[Steps], counts: Sequence[int] | NDArray[np.int64]) -> int:
-    """The sum of counts of each request's steps, scaled to those that a run takes."""
+    """The sum of counts of requests' steps, scaled to the steps that a run takes."""
     return round(sum(each.scale * int(n) for each, n in zip(steps, counts, strict=True)))
 
 

@@ -24,20 +24,20 @@ class Steps:
     drafted_per_position: list[int] = field(default_factory=list)  # [K]; empty: not known
     accepted_per_position: list[int] = field(default_factory=list)  # [K]
     accepted_per_step: list[int] = field(default_factory=list)
-    num_tokens: int = 0  # of its output after the first
-    is_cut: bool = False  # tokens that decide a step are not known
-    # Steps that a run takes for each of these: 1, or where they start at places of a trace, in
-    # inverse proportion to the tokens that they emit.
+    num_tokens: int = 0  # output tokens after the first
+    is_cut: bool = False  # some tokens that decide a step are not known
+    # Steps that a run takes for each step here: 1, or for steps at places of a trace, in inverse
+    # proportion to the tokens that they emit.
     scale: float = 1.0
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens."""
+        """Draft tokens that were accepted."""
         return sum(self.accepted_per_position)
 
 
 def replay(request: Drafted, rule: Rule, max_model_len: int | None) -> Steps:
-    """The steps of one request. It is alone in its cache: nothing is preempted."""
+    """The steps that one request takes under a rule, alone in its cache and never preempted."""
     k = rule.num_speculative_tokens
     found = Steps(
         id=request.id,
@@ -70,8 +70,8 @@ def replay(request: Drafted, rule: Rule, max_model_len: int | None) -> Steps:
 
 
 def _places(request: Drafted, accepted: NDArray[np.int64], end: int) -> Iterator[int]:
-    """Places where steps start, before `end`: after the tokens of the one before, or where those of
-    a trace did."""
+    """Yield the places before `end` where steps start: each after the tokens of the step before, or
+    the places of a trace."""
     if request.starts is not None:
         yield from (place for place in request.starts if place < end)
         return
@@ -82,7 +82,8 @@ def _places(request: Drafted, accepted: NDArray[np.int64], end: int) -> Iterator
 
 
 def _offered(request: Drafted, rule: Rule, max_model_len: int | None) -> NDArray[np.int64]:
-    """[N] drafts of a step that starts at each place; beyond a rejected one at least these."""
+    """Drafts [N] that a step offers from each place. With min_probability, the number after a draft
+    that is rejected is not known: the recorded drafter read the target's token there."""
     k, num_places = rule.num_speculative_tokens, len(request.num_known)
     offered = np.full(num_places, k)
     if rule.min_probability:

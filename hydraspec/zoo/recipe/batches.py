@@ -32,7 +32,7 @@ class Sequences:
     tokens: Tensor  # [N, T] int16
     prompt_length: Tensor  # [N] int32
     length: Tensor  # [N] int32
-    index: Tensor  # [N] int64: which sequence of the whole set each is
+    index: Tensor  # [N] int64: place of each sequence in the whole set
 
     def to(self, device: torch.device) -> Sequences:
         """The same sequences on another device."""
@@ -40,12 +40,12 @@ class Sequences:
         return Sequences(*(field.to(device) for field in fields))
 
     def rows(self, rows: Tensor) -> Sequences:
-        """Some of the sequences, tokens as int64."""
+        """The sequences at places `rows` [B], tokens as int64."""
         kept = (self.prompt_length[rows], self.length[rows], self.index[rows])
         return Sequences(self.tokens[rows].long(), *kept)
 
     def copy_(self, other: Sequences) -> None:
-        """Overwrite in place, as a captured graph needs."""
+        """Overwrite the tensors in place with those of `other`, as a captured CUDA graph needs."""
         self.tokens.copy_(other.tokens)
         self.prompt_length.copy_(other.prompt_length)
         self.length.copy_(other.length)

@@ -40,7 +40,7 @@ class Example:
 
 
 def extract_answer(text: str) -> str:
-    """The scored part of a response: what follows the last "answer is", else the whole text."""
+    """The scored part of a response: the text after the last "answer is", else the whole text."""
     return text.rsplit(ANSWER_MARK, 1)[-1].strip()
 
 
@@ -55,7 +55,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def draw(category: str, rng: random.Random, *, held_out: bool) -> Example:
-    """Draw examples of a category until one lies on the wanted side of the split."""
+    """Draw examples of a category until one lies on the wanted side of the split; returns that."""
     while True:
         prompt, response = TASKS[category](rng)
         if is_held_out(prompt) is held_out:

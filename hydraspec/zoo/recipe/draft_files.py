@@ -1,7 +1,7 @@
-"""Drafter heads as files in the published formats, and back into the plain definitions.
+"""Writes drafter heads as files in the published formats, and reads them into plain definitions.
 
-EAGLE-3 and P-EAGLE: the speculators format. EAGLE-1: Mistral's consolidated format. MTP: inside its
-target's own file, in DeepSeek-V3's layout.
+EAGLE-3 and P-EAGLE use the speculators format, EAGLE-1 Mistral's consolidated format; an MTP layer
+is a part of its target's file, in DeepSeek-V3's layout.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
 def folder_of(name: str, recipe: DraftRecipe, out: Path = CHECKPOINTS) -> Path:
-    """The folder of a drafter's tensors: an MTP layer is in its target's."""
+    """The folder of a drafter's tensors, which for an MTP layer is its target's."""
     return out / (recipe.target if recipe.kind == "mtp" else name)
 
 
 def save_head(head: DraftHead, recipe: DraftRecipe, target: PreTrainedModel, folder: Path) -> None:
-    """Write tensors in bfloat16, and the config."""
+    """Write a head's tensors in bfloat16, and its config, which an MTP layer has not."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.to(torch.bfloat16) for k, v in head.state_dict().items()}
     if isinstance(head, MTPHead):
@@ -191,7 +191,7 @@ def _from_consolidated(tensors: dict[str, Tensor], shape: LayerShape) -> dict[st
 
 
 def _save_mtp(head: MTPHead, target: PreTrainedModel, folder: Path) -> None:
-    """Beside the target's tensors, with the copies of embedding and head that releases hold."""
+    """Write an MTP layer into its target's file, with the copies of embedding and head."""
     prefix = f"model.layers.{target.config.num_hidden_layers}."
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
@@ -208,7 +208,7 @@ def _save_mtp(head: MTPHead, target: PreTrainedModel, folder: Path) -> None:
 
 
 def _single_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Packed experts one by one, as releases name them."""
+    """Tensors of single experts, as releases name them, from packed ones; others as they are."""
     stem, _, last = name.rpartition(".")
     if last == "down_proj":
         return {f"{stem}.{i}.down_proj.weight": part for i, part in enumerate(tensor)}

@@ -1,7 +1,7 @@
-"""Plain definitions of the drafters with KV of their own: EAGLE-3, P-EAGLE, EAGLE-1 and MTP, over
+"""Plain definitions of the drafters with their own KV, EAGLE-3, P-EAGLE, EAGLE-1 and MTP, over
 layers that run for all rows of a text at once, step by step.
 
-One convention for all: the row of target position p reads, at step 0, token p + 1 and the target's
+The convention for all: the row of target position p reads, at step 0, token p + 1 and the target's
 state at p, and predicts token p + 2; step j reads token p + 1 + j and what step j - 1 fed back, and
 predicts token p + 2 + j. P-EAGLE's later steps read the mask token and the mask state instead. At
 step j the row stands at position p + j; it sees what the head keeps of the target's rows 0..p (step
@@ -50,7 +50,8 @@ class StepCache:
 
 
 def attend(query: Tensor, cache: StepCache, scale: float) -> Tensor:
-    """query [B, N, T, H] of the newest step -> [B, T, N * value size]."""
+    """Attention of the newest step's query [B, N, T, H] over the cache -> [B, T, N * value size]:
+    row t sees rows 0..t of step 0, and its own row of every later step."""
     rounds = query.shape[1] // cache.keys[0].shape[1]
     keys = [k.repeat_interleave(rounds, 1) for k in cache.keys]
     values = [v.repeat_interleave(rounds, 1) for v in cache.values]
@@ -71,7 +72,7 @@ def attend(query: Tensor, cache: StepCache, scale: float) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [B, N, T, H] by positions [T]; dimension i turns with i + H/2."""
+    """Rotary embedding of x [B, N, T, H] at positions [T]; dimension i turns with i + H/2."""
     half = x.shape[-1] // 2
     places = torch.arange(half, device=x.device, dtype=torch.float32)
     angles = positions[:, None] * theta ** (-places / half)
@@ -99,7 +100,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Llama's, over inputs of `inputs` width."""
+    """Llama's attention, over inputs of width `inputs`."""
 
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
 
     def forward(self, h: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """The layer's output, h [B, T, D] -> [B, T, D]; adds the rows' KV to `cache`."""
         h = h + self.self_attn(self.input_layernorm(h), positions, cache)
         out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return out
@@ -160,7 +161,7 @@ class FusedLayer(Layer):
         self.norm_before_residual = norm_before_residual
 
     def fuse(self, e: Tensor, h: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
-        """Embeddings and states [B, T, D] -> [B, T, D]."""
+        """The layer's output from embeddings e and states h [B, T, D] -> [B, T, D]."""
         normed = self.hidden_norm(h)
         h = normed if self.norm_before_residual else h
         x = torch.cat([self.input_layernorm(e), normed], -1)
@@ -184,10 +185,10 @@ class TargetView:
 
 @dataclass
 class Run:
-    """A head on its way through the steps."""
+    """State of a head between two draft steps."""
 
     target: TargetView
-    state: Tensor  # [B, T, D] what the next step reads
+    state: Tensor  # [B, T, D] hidden states that the next step reads
     step: int = 0
     caches: list[StepCache] = field(default_factory=list)
 
@@ -197,7 +198,7 @@ class Run:
 
 
 class DraftHead(nn.Module):
-    """A head: `begin` once, then `advance` for every step."""
+    """A drafter head: call `begin` once, then `advance` for every step."""
 
     token_ids: Tensor | None = None  # [W] target ids of the draft vocabulary; None: all
     num_layers: int = 1
@@ -208,11 +209,11 @@ class DraftHead(nn.Module):
         return run
 
     def first_state(self, target: TargetView) -> Tensor:
-        """The hidden state that the first step reads, [B, T, H]."""
+        """The hidden states that the first step reads, [B, T, D]."""
         return target.hidden
 
     def advance(self, run: Run, tokens: Tensor) -> Tensor:
-        """A step of every row, reading tokens [B, T] -> logits [B, T, W]."""
+        """Logits of the next draft step of every row, which reads tokens [B, T] -> [B, T, W]."""
         raise NotImplementedError
 
 
@@ -255,7 +256,7 @@ class Eagle3Head(DraftHead):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.num_aux * width))
 
     def combine(self, aux: Tensor) -> Tensor:
-        """[..., A * D_target] -> [..., D]."""
+        """Aux states combined to the head's width, [..., A * target width] -> [..., D]."""
         if self.shape.norm_before_fc:
             aux = self.input_norm(aux)
         if self.shape.fc_norm:
@@ -266,7 +267,7 @@ class Eagle3Head(DraftHead):
         return out
 
     def first_state(self, target: TargetView) -> Tensor:
-        """The target's aux states, combined to one of the head's width."""
+        """The target's aux states, combined to the head's width: [B, T, D]."""
         return self.combine(target.aux)
 
     def advance(self, run: Run, tokens: Tensor) -> Tensor:
@@ -332,7 +333,7 @@ class MTPHead(DraftHead):
         return F.linear(run.state, run.target.head)
 
     def _attention(self, x: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
-        """The block's own latent attention, over the cache of the steps."""
+        """Latent attention of the block over the cache of all steps, x [B, T, D] -> [B, T, D]."""
         inner: Any = self.block.self_attn
         sizes = [inner.qk_nope_head_dim, inner.qk_rope_head_dim]
         q = inner.q_b_proj(inner.q_a_layernorm(inner.q_a_proj(x)))

@@ -43,20 +43,20 @@ from hydraspec.zoo.recipe.train_drafter import draft_rows
 
 @dataclass
 class Generation:
-    """Greedy text of one prompt; `tokens` runs on past the stop, `end` is where the text ends."""
+    """Greedy text of one prompt; `tokens` goes on past the stop, `end` is where the text ends."""
 
     tokens: list[int]
     prompt_length: int
     end: int  # index after the stop token, or after the last token the limit allows
 
 
-# Drafts [P, K] of every row from the prompt's last to the text's end, for a text and K.
+# Drafts [P, K] of every row from the prompt's last to the text's last but one, for a text and K.
 DraftRows = Callable[[Generation, int], Tensor]
 
 
 @dataclass
 class Counts:
-    """Drafts made and drafts accepted at each place."""
+    """Numbers of verify steps (`drafts`) and of drafts accepted at each position."""
 
     drafts: int = 0
     accepted: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Counts:
             self.accepted[i] += 1
 
     def summary(self) -> dict[str, Any]:
-        """Acceptance in the words of summary.json, rounded."""
+        """Acceptance figures as summary.json defines them, rounded to 3 digits."""
         drafts = max(self.drafts, 1)
         offered = [self.drafts, *self.accepted[:-1]]
         pairs = zip(self.accepted, offered, strict=True)
@@ -94,7 +94,7 @@ def generate_greedy(
     stops: set[int],
     extra: int,
 ) -> list[Generation]:
-    """Greedy continuation of every prompt, uncached, right-padded; `extra` tokens past the end."""
+    """Uncached greedy continuations of prompts to a stop or limit, and `extra` tokens further."""
     device = target.device
     texts = [list(prompt) for prompt in prompts]
     ends: list[int | None] = [None] * len(prompts)
@@ -120,7 +120,7 @@ def generate_greedy(
 def draft_all_rows(
     target: Gemma4ForCausalLM, assistant: Gemma4AssistantForCausalLM, text: Generation, k: int
 ) -> Tensor:
-    """Drafts [P, K] of every row p from the prompt's last to the text's end."""
+    """Drafts [P, K] of every row p from the prompt's last to the text's last but one."""
     device = target.device
     length, window = len(text.tokens), target.config.sliding_window
     tokens = torch.tensor([text.tokens], device=device)
@@ -140,12 +140,12 @@ def draft_all_rows(
 
 
 def by_assistant(target: Gemma4ForCausalLM, assistant: Gemma4AssistantForCausalLM) -> DraftRows:
-    """Drafts of a Gemma 4 assistant."""
+    """A function that drafts with a Gemma 4 assistant."""
     return lambda text, k: draft_all_rows(target, assistant, text, k)
 
 
 def by_head(target: PreTrainedModel, head: DraftHead, aux_layer_ids: tuple[int, ...]) -> DraftRows:
-    """Drafts of a head with KV of its own."""
+    """A function that drafts with a head that has its own KV."""
 
     def rows(text: Generation, k: int) -> Tensor:
         tokens = torch.tensor([text.tokens], device=target.device)

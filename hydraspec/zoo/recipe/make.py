@@ -66,7 +66,7 @@ def make_tokenizer(args: argparse.Namespace) -> None:
 
 
 def make_target(args: argparse.Namespace) -> None:
-    """Train a target; needs its tokenizer."""
+    """Train a target, whose tokenizer must have been made."""
     folder = args.out / args.name
     model = train_target.train_target(
         recipes.TARGETS[args.name],
@@ -79,7 +79,7 @@ def make_target(args: argparse.Namespace) -> None:
 
 
 def make_assistant(args: argparse.Namespace) -> None:
-    """Train an assistant; needs its target."""
+    """Train an assistant, whose target must have been made."""
     folder = args.out / f"{args.name}-assistant"
     target = modeling.load_target(args.out / args.name, args.device)
     assistant = train_assistant.train_assistant(
@@ -95,7 +95,7 @@ def make_assistant(args: argparse.Namespace) -> None:
 
 
 def make_drafters(args: argparse.Namespace) -> None:
-    """Train the drafters with KV of their own (or the one of --drafter); needs their target."""
+    """Train a target's drafters with their own KV, or --drafter alone; the target must be made."""
     target = modeling.load_target(args.out / args.name, args.device)
     data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
     for name, recipe in _drafters(args).items():

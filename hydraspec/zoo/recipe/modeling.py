@@ -1,5 +1,5 @@
-"""Building, masking, running and saving transformers' classes the way the zoo needs them: Gemma 4
-with its assistants first, then the plain targets Qwen3, Mistral and DeepSeek-V3.
+"""Builds, masks, runs and saves models of transformers as the zoo needs them: Gemma 4 with its
+assistants first, then the plain targets Qwen3, Mistral and DeepSeek-V3.
 
 Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft steps, V vocabulary.
 """
@@ -62,7 +62,7 @@ class TargetOutput:
 def dense_experts(
     experts: Gemma4TextExperts, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """All experts on all tokens, weighted: wasteful but static, so that a CUDA graph can hold it.
+    """Weighted sum of all experts on all tokens: wasteful, but static, as a CUDA graph needs.
 
     hidden [N, D], index and weights [N, k] -> [N, D].
     """
@@ -77,7 +77,8 @@ ALL_EXPERTS_FUNCTIONS.register("zoo_dense", dense_experts)
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fan-in scaled matrices, query and key norms that give attention logits of deviation 2.
+    """Set matrices scaled by fan-in, and query and key norms that give attention logits a standard
+    deviation of 2 at attention scale 1.
 
     transformers' defaults (all norms 1, attention scale 1) start with near one-hot attention.
     """
@@ -91,21 +92,22 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def vary_layer_scalars(model: Gemma4ForCausalLM) -> None:
-    """Fix `layer_scalar` to values other than 1, so that a reader that loses them is found out."""
+    """Set `layer_scalar` to fixed values, two of three not 1, so that a reader cannot lose them
+    unnoticed."""
     for i, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_((1.0, 0.9375, 1.0625)[i % 3])
 
 
 def causal_masks(length: int, window: int, device: torch.device) -> Masks:
-    """Boolean masks [1, 1, T, T], true where a row may look."""
+    """Boolean masks [1, 1, T, T] by layer type, true where a row sees a key."""
     rows = torch.arange(length, device=device)[None]
     return draft_masks(rows, length, window)
 
 
 def draft_masks(rows: Tensor, length: int, window: int) -> Masks:
-    """Masks [B, 1, Q, T] of draft rows at positions `rows` [B, Q].
+    """Boolean masks [B, 1, Q, T] by layer type of draft rows at positions `rows` [B, Q].
 
-    Full layers see 0..p, sliding layers the last `window` entries of it.
+    A row at position p sees 0..p in full layers, and the last `window` of these in sliding ones.
     """
     keys = torch.arange(length, device=rows.device)
     behind = rows[:, None, :, None] - keys
@@ -113,7 +115,7 @@ def draft_masks(rows: Tensor, length: int, window: int) -> Masks:
 
 
 def target_masks(model: PreTrainedModel, length: int) -> Masks:
-    """Attention masks for `run_target`."""
+    """Attention masks for `run_target`; empty for plain targets, which need none."""
     if not isinstance(model, Gemma4ForCausalLM):
         return {}
     return causal_masks(length, model.config.sliding_window, model.device)
@@ -122,9 +124,9 @@ def target_masks(model: PreTrainedModel, length: int) -> Masks:
 def run_target(
     model: PreTrainedModel, tokens: Tensor, masks: Masks, aux_layer_ids: Sequence[int] = ()
 ) -> TargetOutput:
-    """An uncached forward pass over tokens [B, T].
+    """Outputs of an uncached forward pass over tokens [B, T].
 
-    Aux id i is the residual stream after i layers, below the number of layers.
+    Aux id i names the residual stream after i layers; it is below the number of layers.
     """
     if not isinstance(model, Gemma4ForCausalLM):
         hidden, logits, aux = run_plain(model, tokens, aux_layer_ids)
@@ -143,7 +145,7 @@ def run_target(
 
 
 def target_logits(model: Any, hidden: Tensor) -> Tensor:
-    """[..., D] after the final norm -> [..., V]."""
+    """Logits of final-norm states, soft-capped if the config says so: [..., D] -> [..., V]."""
     logits: Tensor = model.lm_head(hidden).float()
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -157,7 +159,7 @@ def run_draft_step(
     kv: SharedKV,
     masks: Masks,
 ) -> tuple[Tensor, Tensor]:
-    """A draft step for every row: the scaled target embedding and the backbone hidden [B, Q, D].
+    """A draft step for every row, from scaled target embeddings and backbone states [B, Q, D].
 
     Returns the draft's normed state [B, Q, draft width] and the hidden state of the next step
     [B, Q, D]. All steps of a row use its position p, the last one with target KV.
@@ -173,7 +175,7 @@ def run_draft_step(
 
 
 def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]) -> None:
-    """Save in bfloat16 with `save_pretrained`, the config in the released layout."""
+    """Save a model in bfloat16 with `save_pretrained`, and its config in the released layout."""
     generation = model.generation_config
     assert generation is not None
     generation.bos_token_id, generation.pad_token_id = 2, 0
@@ -211,7 +213,7 @@ def _gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
-    """The released layout, with the rotary base beside the shape."""
+    """A plain target's config in the released layout, with the rotary base as `rope_theta`."""
     found = {key: value for key, value in config.items() if key not in (*_GENERIC, *_COMPUTED)}
     found |= {"rope_theta": found.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
     if found["model_type"] == "deepseek_v3":
@@ -221,7 +223,7 @@ def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_target(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The saved bfloat16 weights, run in float32; MTP layers stay unread."""
+    """The target of a folder, in float32, for evaluation; MTP layers are not read."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     model: PreTrainedModel = CLASSES.get(kind, Gemma4ForCausalLM).from_pretrained(
         str(folder), dtype=torch.float32
@@ -240,7 +242,7 @@ def load_assistant(folder: Path, device: torch.device | str = "cpu") -> Gemma4As
 
 def prepare(model: PreTrainedModel, seed: int) -> None:
     """Scale branches, after the common initialisation, so that the residual stream stays of order
-    one whatever the depth, and set router biases that are not zero (they stay so).
+    one at any depth, and set router biases, which training does not change.
     """
     scale = (2 * model.config.num_hidden_layers) ** -0.5
     generator = torch.Generator().manual_seed(seed)
@@ -257,8 +259,8 @@ def prepare(model: PreTrainedModel, seed: int) -> None:
 def run_plain(
     model: Any, tokens: Tensor, aux_layer_ids: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """An uncached forward pass over tokens [B, T]: final-norm states [B, T, D], logits [B, T, V]
-    and the residual stream after as many layers as each aux id says.
+    """Outputs of an uncached forward pass over tokens [B, T]: final-norm states [B, T, D], logits
+    [B, T, V] and the residual stream [B, T, D] after as many layers as each aux id says.
 
     Layers run one by one without a mask, so that attention takes its causal kernel.
     """
@@ -281,7 +283,7 @@ def run_plain(
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], name: str = "model") -> None:
-    """Tensors as one safetensors file."""
+    """Write tensors as one safetensors file, `name`.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}

@@ -31,7 +31,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-# What all Gemma 4 targets share. head_dim belongs to sliding layers, global_head_dim to full ones.
+# Fields of all Gemma 4 targets. head_dim belongs to sliding layers, global_head_dim to full ones.
 _GEMMA4_COMMON: dict[str, Any] = {
     **_COMMON,
     "head_dim": 32,
@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def layer_types(num_layers: int, every: int) -> list[str]:
-    """Layer types with a full layer in `every`, and the last one full."""
+    """Types of the layers: every `every`-th is full, and so is the last; others are sliding."""
     kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
     return [*kinds[:-1], FULL]
 
@@ -66,7 +66,7 @@ class Training:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the rate rises."""
+        """Number of first steps in which the learning rate rises."""
         return max(1, self.steps // 10)
 
     def rate(self, step: int, progress: float) -> float:
@@ -77,7 +77,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetRecipe(Training):
-    """Config fields of a target, and how it is trained."""
+    """Config fields and training settings of a target."""
 
     shape: dict[str, Any]
     family: str = "gemma4"
@@ -88,7 +88,7 @@ class TargetRecipe(Training):
 
     @property
     def warmup_steps(self) -> int:
-        """See Training."""
+        """Number of first steps in which the learning rate rises, the same for all targets."""
         return 200
 
     def config(self) -> Any:
@@ -99,8 +99,8 @@ class TargetRecipe(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantRecipe(Training):
-    """Shape of a two-layer assistant (sliding, full), and how it is trained: few steps on purpose,
-    see README.md."""
+    """Shape and training settings of a two-layer assistant (sliding, full). It has few steps on
+    purpose, see README.md."""
 
     hidden_size: int = 64
     intermediate_size: int = 64
@@ -144,8 +144,8 @@ class AssistantRecipe(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRecipe(Training):
-    """A drafter with KV of its own, and how it is trained: few steps on purpose, see README.md.
-    Fields that a kind does not have stay at their defaults."""
+    """Shape and training settings of a drafter with its own KV. It has few steps on purpose, see
+    README.md. Fields that a kind does not have keep their defaults."""
 
     kind: Literal["eagle3", "peagle", "eagle", "mtp"]
     target: str
@@ -246,7 +246,7 @@ TARGETS: dict[str, TargetRecipe] = {
         batch_size=192,
         learning_rate=2e-3,
     ),
-    # Latent attention; three dense layers, then experts in groups of two; one MTP layer behind.
+    # Latent attention; three dense layers, then experts in groups of two; one MTP layer last.
     "tiny_deepseek": TargetRecipe(
         family="deepseek_v3",
         shape={

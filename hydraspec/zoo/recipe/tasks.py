@@ -130,7 +130,7 @@ def _value(field: str, rng: random.Random) -> str:
 
 
 def _record(rng: random.Random) -> tuple[str, str]:
-    """The response lists the wanted fields in the order asked for."""
+    """Some fields of a record as JSON; the response lists them in the order asked for."""
     fields = rng.sample(FIELDS, 6)
     record = {field: _value(field, rng) for field in fields}
     wanted = rng.sample(fields, 5)

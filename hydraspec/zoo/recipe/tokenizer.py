@@ -33,7 +33,7 @@ SPLIT_PATTERN = r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\n *| +"
 
 
 def train_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train on `TOKENIZER_EXAMPLES` training examples; deterministic."""
+    """Train the tokenizer on `TOKENIZER_EXAMPLES` training examples, deterministically."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,7 +74,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def render_prompt(prompt: str) -> str:
-    """The chat template for one user turn, without the tokenizer (a test holds them equal)."""
+    """The text of one user turn in the chat template, without the tokenizer (a test compares)."""
     return f"{BOS}{TURN_START}user\n{prompt.strip()}{TURN_END}\n{TURN_START}model\n"
 
 

@@ -1,4 +1,4 @@
-"""Train an assistant against a frozen target, unrolled over several draft steps.
+"""Trains an assistant against a frozen target, unrolled over several draft steps.
 
 The convention, for a target row p (the last token with target KV and hidden state h_p): step 0
 reads the target embedding of token p+1 and h_p and predicts token p+2; step j reads the embedding
@@ -42,7 +42,7 @@ def build(recipe: AssistantRecipe, target: Gemma4ForCausalLM) -> Gemma4Assistant
 
 
 def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """values [B, T, ...] at rows [B, Q] -> [B, Q, ...]."""
+    """Values [B, T, ...] at the rows [B, Q] of each text -> [B, Q, ...]."""
     index = rows.reshape(*rows.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
     return values.gather(1, index)
 
@@ -53,7 +53,8 @@ def unrolled_loss(
     target: Gemma4ForCausalLM,
     batch: Sequences,
 ) -> Tensor:
-    """Weighted mean over draft rows and steps of the cross entropy with the target."""
+    """Weighted mean over draft rows and steps of the cross entropy with the target; an ordered head
+    adds that of its clusters."""
     window, length = target.config.sliding_window, batch.tokens.shape[1]
     with torch.no_grad():
         output = run_target(target, batch.tokens, causal_masks(length, window, batch.tokens.device))
@@ -83,7 +84,7 @@ def unrolled_loss(
 
 
 def _cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
-    """logits and teacher [B, Q, V] -> [B, Q]."""
+    """Cross entropy of each row, logits and teacher probabilities [B, Q, V] -> [B, Q]."""
     return -(teacher * F.log_softmax(logits.float(), dim=-1)).sum(-1)
 
 
@@ -94,9 +95,9 @@ def train_assistant(
     *,
     title: str,
 ) -> Gemma4AssistantForCausalLM:
-    """Train from scratch on the data's device; the target is left as it is.
+    """Train an assistant from scratch on the data's device; the target's weights stay fixed.
 
-    Not compiled: that would take longer than the training.
+    The step is not compiled, which would take longer than the training.
     """
     device = data.tokens.device
     target.requires_grad_(False)
@@ -146,6 +147,6 @@ def _assign(similarity: Tensor, size: int) -> list[list[int]]:
 
 
 def cluster_targets(probabilities: Tensor, token_ordering: Tensor, num_centroids: int) -> Tensor:
-    """Probability mass per cluster: [..., V] -> [..., num_centroids]."""
+    """Probability mass of each cluster: [..., V] -> [..., num_centroids]."""
     ordered: Tensor = probabilities[..., token_ordering.long()]
     return ordered.reshape(*ordered.shape[:-1], num_centroids, -1).sum(-1)

@@ -1,7 +1,7 @@
-"""Train a drafter with KV of its own: an unrolled test at training time, on states kept beforehand.
+"""Trains a drafter with its own KV over unrolled draft steps, on target states kept beforehand.
 
 The target runs once over all texts; its states are kept, so that a training step is the head alone.
-The loss is the cross entropy with the target's own distribution, summed over the steps.
+The loss is the cross entropy with the target's own distribution, a weighted mean over steps.
 
 Letters: N texts, B batch, T rows, D target hidden width, A aux states, V vocabulary.
 """
@@ -60,7 +60,7 @@ def view_of(target: PreTrainedModel, hidden: Tensor, aux: Tensor) -> TargetView:
 def read_states(
     target: PreTrainedModel, tokens: Tensor, aux_layer_ids: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Final-norm states [B, T, D] and aux states side by side [B, T, A * D]."""
+    """A target's final-norm states [B, T, D], and its aux states side by side [B, T, A * D]."""
     masks = target_masks(target, tokens.shape[1])
     output = run_target(target, tokens, masks, aux_layer_ids)
     nothing = output.hidden.new_zeros(*output.hidden.shape[:2], 0)
@@ -91,7 +91,7 @@ def most_frequent_tokens(data: Sequences, count: int) -> Tensor:
 
 
 def build(recipe: DraftRecipe, target_config: Any) -> DraftHead:
-    """An empty head."""
+    """An untrained head of the recipe's shape."""
     if recipe.kind == "mtp":
         return MTPHead(target_config)
     assert recipe.layer is not None, "only MTP takes its target's layer"
@@ -114,8 +114,8 @@ def build(recipe: DraftRecipe, target_config: Any) -> DraftHead:
 
 
 def start(head: DraftHead, recipe: DraftRecipe, aux: Tensor) -> None:
-    """Initial weights. fc starts out giving states of order one, however large aux [..., A * D]
-    are.
+    """Set a head's initial weights. Its `fc` gives states of order one, whatever the size of
+    the aux states [N, T, A * D].
     """
     initialise(head, recipe.seed)
     with torch.no_grad():
@@ -162,9 +162,9 @@ def unrolled_loss(
 def draft_rows(
     target: PreTrainedModel, head: DraftHead, tokens: Tensor, aux_layer_ids: tuple[int, ...], k: int
 ) -> Tensor:
-    """Greedy drafts [B, T, K] of every row of some texts [B, T], each step reading the last one's.
+    """Greedy drafts [B, T, K] of every row of some texts [B, T], each step reading the last draft.
 
-    The target is causal: its states of a row are those of decoding.
+    The target is causal, so its states of a row are those of decoding.
     """
     hidden, aux = read_states(target, tokens, aux_layer_ids)
     run = head.begin(view_of(target, hidden, aux))
@@ -184,7 +184,7 @@ def train_drafter(
     title: str,
     kept: KeptStates | None = None,
 ) -> DraftHead:
-    """Train from scratch on the data's device; the target is left as it is."""
+    """Train a head from scratch on the data's device; the target's weights stay fixed."""
     target.requires_grad_(False)
     target.config._experts_implementation = "zoo_dense"
     kept = kept or keep_states(target, data, recipe.aux_layer_ids)

@@ -1,4 +1,4 @@
-"""Train a target on the corpus: next-token loss on responses, a little on prompts."""
+"""Trains a target on the corpus: next-token loss on responses, with a small weight on prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def build(recipe: TargetRecipe) -> PreTrainedModel:
 
 
 def token_weights(batch: Sequences) -> Tensor:
-    """Weight of predicting token t from row t-1, [B, T-1]: response 1, prompt little, padding 0."""
+    """Weight of predicting token t from row t-1, [B, T-1]: 1 in responses, PROMPT_WEIGHT in
+    prompts, 0 in padding."""
     place = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)[None]
     prompt, length = batch.prompt_length[:, None], batch.length[:, None]
     weight = torch.where(place < prompt, PROMPT_WEIGHT, 1.0)
@@ -53,7 +54,7 @@ def train_target(
     compiled: bool,
     max_seconds: float | None = None,
 ) -> PreTrainedModel:
-    """Train from scratch on the data's device."""
+    """Train a target from scratch on the data's device, for `max_seconds` at most."""
     device = data.tokens.device
     model = build(recipe).to(device)
     masks = target_masks(model, SEQUENCE_LENGTH)

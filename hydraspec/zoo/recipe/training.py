@@ -1,4 +1,4 @@
-"""Shared parts of target and assistant training: optimiser, schedule, CUDA-graphed steps,
+"""Shared parts of all training: optimiser, schedule, CUDA-graphed steps,
 progress."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_optimiser(model: nn.Module, training: Training, device: torch.device) -
 def _make_step(
     model: nn.Module, loss_of: Loss, optimiser: torch.optim.AdamW, static: Sequences
 ) -> Callable[[], Tensor]:
-    """A step over the static batch: eager on a CPU, one CUDA graph on a GPU."""
+    """A training step over the static batch, which returns the loss; on a GPU, one CUDA graph."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     device = static.tokens.device
 
@@ -80,7 +80,7 @@ def train(
     *,
     max_seconds: float | None = None,
 ) -> None:
-    """Train in place. `max_seconds` ends the decay early on a slow device."""
+    """Train the model in place; `max_seconds` shortens the schedule on a slow device."""
     device = data.tokens.device
     generator = torch.Generator(device).manual_seed(training.seed)
     optimiser = make_optimiser(model, training, device)
