@@ -1,8 +1,8 @@
 """Accepted drafts by context, token class, target entropy and place in the output, as
 tables on the console and as blocks of a group of jobs.
 
-All blocks but the first need runs with metrics.trace=true or metrics.all_positions=true. The first
-of pooled runs is shown.
+All blocks but `by_output_place` need runs with metrics.trace=true or metrics.all_positions=true. A
+job of pooled runs shows the figures of its first run.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Part:
 
     @property
     def title(self) -> str:
-        """The title of its table."""
+        """The title of the part's table."""
         return TITLES[self.key]
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """Rows under HEADER."""
+        """The rows of the part's table, with the columns of HEADER."""
         return [
             (
                 name,
@@ -59,8 +59,8 @@ class Part:
 
 
 def parts(figures: Mapping[str, Any]) -> Iterator[Part]:
-    """The ways to divide the places that `figures` has: of doctor.json, replay.json, or a summary's
-    `teacher_forced`."""
+    """Yields the ways to divide the places that `figures` has: the contents of doctor.json or
+    replay.json, or a summary's `teacher_forced`."""
     for key in TITLES:
         found = figures.get(key)
         if isinstance(found, Mapping):
@@ -71,7 +71,7 @@ def parts(figures: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def part_blocks(figures: Mapping[str, Any]) -> list[Block]:
-    """A chart for each way to divide the places."""
+    """Blocks with a chart for each way to divide the places that `figures` has."""
     made = []
     for part in parts(figures):
         found = [
@@ -84,7 +84,7 @@ def part_blocks(figures: Mapping[str, Any]) -> list[Block]:
 
 
 def bucket_words(row: Mapping[str, Any], *, is_whole: bool) -> str:
-    """ "below 16", "16 to 31" or "0.1 to 0.5", "from 512"."""
+    """Name of a bucket, such as "below 16", "16 to 31", "0.1 to 0.5" or "from 512"."""
     low, below = row["from"], row["below"]
     if low is None:
         return f"below {below:g}"
@@ -106,7 +106,7 @@ CEILINGS = ("acceptance length", "oracle features", "any of five", "draft vocabu
 
 
 def by_output_place(group: Group) -> Block | None:
-    """Acceptance length by the place in the output, in bins that double."""
+    """Table of acceptance length by place in the output, in bins that double; None without it."""
     found = [
         (
             job.title,
@@ -123,7 +123,8 @@ def by_output_place(group: Group) -> Block | None:
 
 
 def over_targets_tokens(group: Group) -> Block | None:
-    """Drafts that are the target's token, and acceptance lengths that could be reached."""
+    """Table of how often drafts are the target's token, and of the acceptance lengths that could be
+    reached; None where no job has these figures."""
     lines = [
         Line(
             cells=[
@@ -148,7 +149,7 @@ def over_targets_tokens(group: Group) -> Block | None:
 
 
 def accepted(key: str) -> Callable[[Group], Block | None]:
-    """The block of one way to divide the places: a key of accepted.TITLES."""
+    """Maker of the block for one way to divide the places; `key` is one of TITLES."""
 
     def make(group: Group) -> Block | None:
         found = [
@@ -163,7 +164,7 @@ def accepted(key: str) -> Callable[[Group], Block | None]:
 
 
 def _columns(title: str, note: str, found: Sequence[tuple[str, dict[str, str]]]) -> Block | None:
-    """A line per job and a column for each bucket that one of them has."""
+    """Table with a line per job and a column per bucket; None without buckets."""
     widest_first = sorted((cells for _, cells in found), key=len, reverse=True)
     columns = list(dict.fromkeys(name for cells in widest_first for name in cells))
     if not columns:

@@ -1,4 +1,4 @@
-"""The question that runs answer, the answer for each group, and all jobs as one table."""
+"""The question that runs answer, the answer for each group of jobs, and one table of all jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import Group
 from hydraspec.study.texts import load_words, some_of
 
-# A key of summaries → what the question calls it.
+# Key of a summary → its name in the question.
 ASKED = {
     "method": "drafter",
     "num_speculative_tokens": "number of draft tokens",
@@ -26,7 +26,7 @@ KINDS: dict[str, Kind] = {"worth_it": "good", "cannot_tell": "", "slower": "bad"
 
 
 def question(runs: Runs) -> str:
-    """The question that the settings in which runs differ ask."""
+    """The question that the runs answer, worded by the settings in which they differ."""
     summaries = [run.summary for run in runs.runs]
     drafting = [run.summary for run in runs.runs if not run.is_plain]
     if len(summaries) == 1:
@@ -61,7 +61,7 @@ def facts(runs: Runs) -> str:
 
 
 def verdict(group: Group) -> Verdict:
-    """The best job of a group, or that none is worth it, or that it cannot be told."""
+    """Verdict on a group: its best job, that no job is worth it, or that this cannot be told."""
     about = group.title
     drafting = [one for one in group.jobs if not one.job.is_plain]
     if not drafting:
@@ -95,8 +95,8 @@ def verdict(group: Group) -> Verdict:
 
 
 def answers(runs: Runs) -> dict[str, object]:
-    """The best job of each group and its speedup, under the group's title; the job with the most
-    tokens per second where groups are of several splits, engines or devices."""
+    """Figures for a tracker, by key: the best job of each group and its speedup; for groups of
+    several splits, engines or devices also the job with the most tokens per second."""
     found: dict[str, object] = {}
     for group in runs.groups:
         jobs = [one for one in group.jobs if not one.job.is_plain and one.speedup]
@@ -119,7 +119,7 @@ def _capital(text: str) -> str:
 
 
 def _values(key: str, summaries: Sequence[Summary]) -> list[str]:
-    """The values of a key as text, of the summaries that have it."""
+    """The distinct values of a key as text, over the summaries that have it."""
     found: list[object] = [summary.get(key) for summary in summaries if key in summary]
     if key == "num_speculative_tokens":
         found = [drafts_of(summary) for summary in summaries]
@@ -136,7 +136,7 @@ COLUMNS = (
 
 
 def job_table(runs: Runs) -> PlainTable:
-    """A line per job, in the order of the report."""
+    """Table of all jobs with COLUMNS, a row per job in the order of the report."""
     rows = []
     for group in runs.groups:
         for one in group.jobs:

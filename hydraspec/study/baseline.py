@@ -1,7 +1,7 @@
-"""A stored baseline: jobs with the counts and times of their requests, as JSON that is checked.
+"""A stored baseline: jobs with the counts and times of their requests, in a checked JSON file.
 
-Prompts are kept as digests. A job that is read back is one as `runs` makes it, so that it is
-compared as any other.
+Prompts are kept as digests. A job that is read back has the same records as a job of run folders,
+so that it is compared in the same way.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from hydraspec.study.runs import (
     refuse,
 )
 
-K = "method.num_speculative_tokens"  # of the settings
+K = "method.num_speculative_tokens"  # key of the settings
 KIND, VERSION = "hydraspec gate baseline", 1
 WRITE = "write it again: python -m hydraspec.gate --write FILE FOLDER…"
-# Of summary.json: what a job is, what a comparison reads, and figures for a person to read.
+# Keys of summary.json that are kept: some name the job, some are compared, some only inform people.
 SUMMARY_KEYS = (
     *("engine", "target", "target_checkpoint", "method", "drafter", "num_speculative_tokens"),
     *("verification", "parallelism", "seed", "temperature", "concurrency"),
@@ -45,7 +45,7 @@ PER_POSITION = ("reached_per_position", "accepted_per_position")  # lists of K
 
 
 class Request(TypedDict):
-    """A request of a run; `prompt` is a digest."""
+    """A request of a stored run; `prompt` is a digest."""
 
     id: str
     category: str | None
@@ -61,14 +61,14 @@ class Request(TypedDict):
 
 
 class Sampled(TypedDict):
-    """The test of sampled outputs."""
+    """Result of the test of sampled outputs: what the test says, and its p-value."""
 
     says: str
     p: float
 
 
 class Verdict(TypedDict):
-    """The verdict on a run's outputs."""
+    """The lossless verdict on a run's outputs."""
 
     verdict: str
     distribution: NotRequired[Sampled | None]
@@ -91,14 +91,14 @@ class RunSummary(TypedDict):
 
 
 class StoredRun(TypedDict):
-    """A run of a job."""
+    """A run of a job: the summary and the requests."""
 
     summary: RunSummary
     requests: list[Request]
 
 
 class StoredJob(TypedDict):
-    """A job, with the environment of its first run."""
+    """A job: its settings, its runs and the environment of the first run."""
 
     settings: dict[str, object]
     environment: dict[str, object]
@@ -115,13 +115,13 @@ def usable(folders: Sequence[Path]) -> list[Job]:
     """The jobs in these folders, with rows as a baseline keeps them.
 
     Raises:
-        ConfigurationError: as `runs.read_runs`; a run that did not finish, has no baseline, or was
-            written by an older hydraspec.
+        ConfigurationError: `runs.read_runs` refused a folder, or a run did not finish, has no
+            baseline, or was written by an older hydraspec.
     """
     found = read_runs(folders)
     for run in found:
         _check_run(run)
-        check_summary(run, [key for key in READ if key != "lossless"])  # of which little is read
+        check_summary(run, [key for key in READ if key != "lossless"])  # little of it is read
         run.rows = [_kept(row) for row in run.rows]
     return pool(found, by_commit=False)
 
@@ -152,7 +152,7 @@ def _keys(record: type) -> list[str]:
 
 
 def _as_prompt(prompt: str) -> list[int]:
-    """Stands for a prompt in a comparison, where only equality counts."""
+    """Token ids that stand for the prompt of a digest: a comparison asks for equality only."""
     return [int(prompt, 16)]
 
 
@@ -160,10 +160,10 @@ def _as_prompt(prompt: str) -> list[int]:
 
 
 def write(file: Path, jobs: Sequence[Job]) -> None:
-    """Write a baseline; a line per request, so that changes of it can be read.
+    """Write a baseline with a line per request, so that people can read the changes of the file.
 
     Raises:
-        CannotWriteError: with the path.
+        CannotWriteError: the file cannot be written; the error has its path.
     """
     lines: list[str] = []
     written = []
@@ -185,10 +185,10 @@ def write(file: Path, jobs: Sequence[Job]) -> None:
 
 
 def read(file: Path) -> list[tuple[Job, Json]]:
-    """The jobs of a baseline, each with the environment it ran in.
+    """The jobs of a baseline file, each with the environment in which the job ran.
 
     Raises:
-        ConfigurationError: naming the place in the file that is missing or wrong.
+        ConfigurationError: the file is missing or wrong; the message names the place in it.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -226,14 +226,14 @@ def _run(file: Path, run: StoredRun, settings: Mapping[str, object], at: str) ->
         raise _wrong(file, f"{at}.requests is an empty list")
     is_plain = summary["method"] == "none"
     is_chosen = settings.get(K) == PER_STEP and not is_plain
-    used: Json = {} if is_chosen else None  # that K was chosen, not how
+    used: Json = {} if is_chosen else None  # the engine chose K; the file does not say how
     baseline: Json = None if is_plain else {}
     full = cast(Summary, {**summary, "baseline": baseline, "num_speculative_tokens_used": used})
     return Run(folder=file, summary=full, rows=rows, settings=settings)
 
 
 def _check_request(file: Path, row: Request, num_positions: int, at: str) -> None:
-    """Refuse values that have the type of their key and make no sense."""
+    """Refuse a request whose values have the right types but are impossible."""
     if len(row["prompt"]) != 16 or not set(row["prompt"]) <= set("0123456789abcdef"):
         raise _wrong(file, f"{at}.prompt is no digest of 16 hexadecimal digits")
     reached, accepted = row["reached_per_position"], row["accepted_per_position"]

@@ -1,4 +1,4 @@
-"""Blocks: the parts that a report over runs is made of, the same on the page and in W&B."""
+"""Blocks: the parts of a report over runs, the same on the page and in W&B."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 
 from hydraspec.study.charts import Chart
 
-Kind = Literal["good", "bad", "plain", ""]  # a winner, a loser, no drafts, or neither
+Kind = Literal["good", "bad", "plain", ""]  # best, worse than none, no drafts, none of these
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Line:
-    """A row of a table; `link` is the run's folder, whose page one of its cells leads to."""
+    """A row of a table; `link` is the folder of the run to whose page one cell leads."""
 
     cells: Sequence[str]
     link: Path | None = None
@@ -22,17 +22,17 @@ class Line:
 
     @property
     def is_best(self) -> bool:
-        """Returns whether it stands out."""
+        """Returns whether the line is highlighted as the best one."""
         return self.kind == "good"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Table:
-    """Cells under column names, as many in every line.
+    """A table: cells under column names, as many in every line.
 
     Attributes:
-        linked: the column of the links.
-        num_left: columns of names, which a console aligns left.
+        linked: index of the column whose cells are links.
+        num_left: number of leading columns of names, which a console aligns left.
     """
 
     header: Sequence[str]
@@ -42,7 +42,7 @@ class Table:
 
     @property
     def cells(self) -> list[Sequence[str]]:
-        """The header, then the cells of each line."""
+        """The header, then the cells of each line, as rows of text."""
         return [self.header, *(line.cells for line in self.lines)]
 
 
@@ -50,8 +50,8 @@ class Table:
 class Panel:
     """A panel that W&B draws from its own runs in place of a chart.
 
-    `metrics` are keys of the runs' summaries, or of their curves with kind "line"; "scatter" has
-    two, x and y.
+    `metrics` are keys of the runs' summaries, or with kind "line" keys of their curves. A "scatter"
+    has two metrics, x and y.
     """
 
     kind: Literal["scatter", "bar", "line"]
@@ -61,9 +61,9 @@ class Panel:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Block:
-    """A titled part: sentences, chart and table, in this order, as far as it has them. W&B has
-    `panels` in place of the chart; a page holds `all_sentences` folded, where there are more. A
-    `narrow` one may stand beside another, with its table folded.
+    """A titled part of a report: any of sentences, chart and table, in this order. W&B shows
+    `panels` in place of the chart. A page shows `all_sentences` folded, if these are more than
+    `sentences`. A `narrow` block may stand beside another block, with its table folded.
     """
 
     title: str
@@ -78,8 +78,8 @@ class Block:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Section:
-    """Blocks of runs with the same target and load; no title where there is one section. `folders`
-    holds the folders of its runs, none where it is about all."""
+    """Blocks about some of the runs, such as those of one target and load; the title is empty where
+    there is one section. `folders` are those of these runs, empty for a section about all runs."""
 
     title: str
     blocks: Sequence[Block]
@@ -88,7 +88,7 @@ class Section:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """The answer for a group of runs, its reasons, and what to do: sentences or commands."""
+    """The answer for a group of runs, the reasons, and what to do: sentences or commands."""
 
     kind: Kind
     about: str
@@ -98,7 +98,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """All of it in a line."""
+        """The verdict with reasons and next steps as one line."""
         about = [f"{self.about}:"] if self.about else []
         following = [f"Next: {each}" for each in self.to_do]
         return " ".join([*about, self.sentence, *self.reasons, *following])
@@ -106,7 +106,7 @@ class Verdict:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Study:
-    """A report: the question, its answers and what they rest on."""
+    """A report: the question, the answers, and the sections with the figures."""
 
     question: str
     sections: Sequence[Section]

@@ -1,4 +1,4 @@
-"""Charts as SVG elements with their geometry; a template writes them. Colours are CSS values."""
+"""Charts as SVG elements with their geometry, which a template writes. Colours are CSS values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydraspec.study.texts import ci_words, number
 
 WIDTH = 480
 WIDEST = 2.5
-FEW_DRAFTS = 30  # a rate of fewer is known to 0.1 at best, so its bar says how many
+FEW_DRAFTS = 30  # with fewer a rate is known to 0.1 at best, so that its bar shows their number
 LEFT, BOTTOM, TOP = 42, 26, 14  # margins of charts of rates
 COLORS = (*(f"var(--p{i})" for i in (2, 4, 1, 3, 0, 5)), "var(--accepted)", "var(--bad)")
 
@@ -20,14 +20,14 @@ class Mark:
     """An SVG element: tag, attributes, text, and the title shown on hovering."""
 
     tag: str
-    attributes: Mapping[str, object]  # None is left out
+    attributes: Mapping[str, object]  # those that are None are left out
     text: str = ""
     title: str = ""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Chart:
-    """A drawing of `width` x `height`; `description` is for readers who do not see it."""
+    """A drawing of `width` x `height`; `description` is for readers who cannot see the drawing."""
 
     height: float
     description: str
@@ -38,8 +38,8 @@ class Chart:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Series:
-    """A colour of a grouped bar chart, or a line; null values leave a gap. `title` is shown on
-    hovering, the name where it is empty."""
+    """The bars of one colour in a grouped bar chart, or a line; None values leave a gap. `title` is
+    shown on hovering, or the name if `title` is empty."""
 
     name: str
     color: str
@@ -49,7 +49,7 @@ class Series:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Bar:
-    """A horizontal bar, with its interval if there is one."""
+    """A horizontal bar; `text` is shown after the bar, `ci95` as a whisker."""
 
     label: str
     value: float
@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Stack:
-    """A stacked horizontal bar: (part, value, colour)."""
+    """A stacked horizontal bar; `parts` are (name, milliseconds, colour)."""
 
     label: str
     parts: Sequence[tuple[str, float, str]]
@@ -68,7 +68,7 @@ class Stack:
 
 
 def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description: str) -> Chart:
-    """Rates from 0 to 1 as upright bars in groups, a group per label."""
+    """Chart of rates from 0 to 1 as upright bars in groups, a group per label."""
     height, group = 230, (WIDTH - LEFT) / max(1, len(labels))
     bar = min(46.0, group * 0.78 / len(series))
     middles = [LEFT + group * (i + 0.5) for i in range(len(labels))]
@@ -87,7 +87,7 @@ def grouped_bars(labels: Sequence[str], series: Sequence[Series], *, description
 
 
 def curves(labels: Sequence[str], series: Sequence[Series], *, description: str) -> Chart:
-    """Rates from 0 to 1 as one line per series over the labels, with a dot for each value."""
+    """Chart of rates from 0 to 1: a line per series over the labels, with a dot for each value."""
     height, step = 260, (WIDTH - LEFT - 24) / max(1, len(labels) - 1)
     places = [LEFT + 12 + step * i for i in range(len(labels))]
     marks, plot = _rate_axes(height, labels, places)
@@ -111,7 +111,7 @@ def curves(labels: Sequence[str], series: Sequence[Series], *, description: str)
 def _rate_axes(
     height: float, labels: Sequence[str], places: Sequence[float]
 ) -> tuple[list[Mark], float]:
-    """Lines from 0 to 100 %, the labels below them, and the height between these lines."""
+    """Grid lines from 0 to 100 % with the labels below, and the height from 0 to 100 %."""
     plot, marks = height - TOP - BOTTOM, []
     for percent in (0, 25, 50, 75, 100):
         y = TOP + plot * (1 - percent / 100)
@@ -124,8 +124,8 @@ def _rate_axes(
 def horizontal_bars(
     bars: Sequence[Bar], *, description: str, mark: float | None = None
 ) -> Chart | None:
-    """A bar per row from 0, with a whisker for its interval; None without bars. `mark` is a dashed
-    line. An interval that ends beyond WIDEST times the longest bar is cut there.
+    """Chart of bars from 0, one per row, with whiskers for intervals; None without bars. `mark` is
+    the value at which a dashed line stands. Intervals are cut at WIDEST times the longest bar.
     """
     if not bars:
         return None
@@ -159,7 +159,8 @@ def counted_bars(
     description: str,
     mark: float | None = None,
 ) -> Chart | None:
-    """A bar for each known (label, mean, interval, number of drafts)."""
+    """Chart of a bar for each (label, mean, interval, number of drafts) whose mean is known; None
+    without bars. `mark` is the value at which a dashed line stands."""
     bars = [
         Bar(
             label=label,
@@ -175,12 +176,12 @@ def counted_bars(
 
 
 def few_words(num_drafts: int) -> str:
-    """The number of drafts that a bar stands for, where they are few."""
+    """Note on the number of drafts that a bar stands for; empty from FEW_DRAFTS."""
     return f" (n={num_drafts})" if num_drafts < FEW_DRAFTS else ""
 
 
 def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
-    """Stacked horizontal bars on one scale, all of the same parts."""
+    """Chart of stacked horizontal bars on one scale, all of the same parts."""
     row, left, right = 40, _label_width([s.label for s in stacks]), 76
     total = max(sum(value for _, value, _ in stack.parts) for stack in stacks) or 1.0
     scale = (WIDTH - left - right) / total
@@ -199,8 +200,8 @@ def stacked_bars(stacks: Sequence[Stack], *, description: str) -> Chart:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Spot:
-    """A point of a scatter chart: `title` is shown on hovering, `label` beside it, and a whisker
-    where `y` has an interval."""
+    """A point of a scatter chart: `title` is shown on hovering, `label` beside the point, and the
+    interval `ci95` of `y` as a whisker."""
 
     x: float
     y: float
@@ -211,7 +212,8 @@ class Spot:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Points:
-    """A colour of a scatter chart, joined by a line in this order; drawn `shift` to the right."""
+    """Points of one colour in a scatter chart, joined by a line in this order, and drawn `shift` to
+    the right."""
 
     name: str
     color: str
@@ -229,13 +231,13 @@ def scatter(
     x_ticks: Sequence[float] = (),
     level: float | None = None,
 ) -> Chart:
-    """Points over axes around them, which begin at 0 where that is near. An interval that ends
-    beyond WIDEST times the highest point is cut there.
+    """Chart of points, whose axes begin at 0 where 0 is near. Intervals are cut at WIDEST times the
+    highest point.
 
     Args:
-        front: a dashed line from its first to its last.
-        x_ticks: the values of x; by themselves round ones.
-        level: a dashed line across.
+        front: (x, y) of points that a dashed line joins, in this order.
+        x_ticks: marked values of x; if empty, round values around the points.
+        level: y of a dashed horizontal line.
     """
     height, left, bottom, top, right = 330, 58, 42, 26, 30
     spots = [spot for one in series for spot in one.values]
@@ -281,8 +283,8 @@ def scatter(
 
 
 def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> Mark:
-    """A label beside a point, in the chart, where it covers no other; its place is added to
-    `taken`."""
+    """A label beside a point, if possible inside the chart and over no other point or label. The
+    label's place is added to `taken`."""
     half = 4.0 * len(label)
     others = [other for other in taken if other != (x, y)]
 
@@ -296,7 +298,7 @@ def _label(x: float, y: float, label: str, taken: list[tuple[float, float]]) -> 
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Round values around these, four to eight of them; from 0 where the lowest is below a
+    """Four to eight round values that span `values`; they begin at 0 where the lowest is below a
     quarter of the highest."""
     low, high = min(values), max(values)
     if high <= 0:

@@ -1,4 +1,4 @@
-"""A comparison of any runs: on the console, and as compare.json, .csv, .md and .html."""
+"""Comparison of any runs: on the console, and as compare.json, .csv, .md and .html."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hydraspec.study.ranking import Group, fitting_measure, rank
 from hydraspec.study.runs import read_runs
 from hydraspec.study.speedups import speedups
 
-# What is said of the job beside the reference → kind, relation to it, and what to do.
+# What the figure says of the job → kind, relation to the reference, and what to do.
 HEADLINES: dict[str, tuple[Kind, str, str]] = {
     "better": ("good", "is faster", "Use {other}."),
     "worse": ("bad", "is slower", "Use {reference}."),
@@ -40,10 +40,11 @@ HEADLINES: dict[str, tuple[Kind, str, str]] = {
 
 
 def compared(folders: Sequence[Path], *, smallest_effect: float | None = None) -> Group:
-    """The ranking of the runs in these folders; `smallest_effect` is Group's.
+    """The ranking of the runs in these folders; of two jobs the first one is the reference.
+    `smallest_effect` is that of `Group`.
 
     Raises:
-        ConfigurationError: they cannot be compared; the message names the difference.
+        ConfigurationError: the runs cannot be compared; the message names the difference.
     """
     found = read_runs(folders)
     for run in found:
@@ -57,7 +58,7 @@ def compared(folders: Sequence[Path], *, smallest_effect: float | None = None) -
 
 
 def tell(group: Group, console: Console | None = None) -> None:
-    """Print the answer, if there is one, after what tells the group from others."""
+    """Print the group's title and the answer; nothing where there is no answer."""
     console = console or table_console(WIDE)
     made = decide(group)
     lines = [group.title, *made.sentences()] if made else []
@@ -66,7 +67,8 @@ def tell(group: Group, console: Console | None = None) -> None:
 
 
 def show(group: Group, *, title: str = "Comparison", console: Console | None = None) -> None:
-    """Print the table of jobs, that of categories, and the sentences."""
+    """Print the table of jobs, the table of categories, the comparison of two jobs in sentences,
+    and the notes."""
     console = console or table_console(WIDE)
     blocks = (
         group_blocks.jobs(group, title=title, with_speeds=False),
@@ -75,13 +77,14 @@ def show(group: Group, *, title: str = "Comparison", console: Console | None = N
     for block in blocks:
         if block:
             print_block(console, block)
-    sentences = words.verdicts(group) if len(group.jobs) == 2 else ()  # else the answer says it
+    sentences = words.verdicts(group) if len(group.jobs) == 2 else ()  # else in the answer
     for line in (*sentences, *group_blocks.notes(group)):
         console.print(escape(printable(line)), soft_wrap=True)
 
 
 def section(group: Group, title: str, *, with_speeds: bool = False) -> Section:
-    """The parts of one ranking on a page; its table is titled by what its jobs share."""
+    """Section of a page for one ranking; `title` is that of the table of jobs, `with_speeds` as for
+    `group_blocks.jobs`."""
     made = [
         speedups(group),
         group_blocks.jobs(group, title=title, with_speeds=with_speeds),
@@ -93,10 +96,10 @@ def section(group: Group, title: str, *, with_speeds: bool = False) -> Section:
 
 
 def write(group: Group, folder: Path, *, say: bool = False) -> None:
-    """Write the four files into `folder`, which is made; `say` prints where.
+    """Create `folder` and write compare.json, .csv, .md and .html into it; `say` prints the path.
 
     Raises:
-        OSError: with the path, if it cannot be written.
+        OSError: a file cannot be written; the error has its path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / COMPARISON, pretty_json(words.as_json(group)))
@@ -114,7 +117,8 @@ def write(group: Group, folder: Path, *, say: bool = False) -> None:
 
 
 def headline(group: Group) -> Verdict:
-    """Whether one of two jobs beats the reference, and by how much; the best one of several."""
+    """Verdict on a ranking: of two jobs, whether the other one beats the reference and by how much;
+    of several, the best job."""
     if len(group.jobs) != 2 or group.reference is None:
         return verdict(group)
     (other,), reference = group.others, group.reference.job.title
@@ -144,10 +148,10 @@ def _reference_words(group: Group) -> str:
 
 
 def write_tables(folder: Path, groups: Sequence[Group]) -> None:
-    """Write compare.csv and compare.md of one or several rankings, where there is one.
+    """Write compare.csv and compare.md of the rankings; nothing without rankings.
 
     Raises:
-        OSError: with the path, if they cannot be written.
+        OSError: a file cannot be written; the error has its path.
     """
     tables = [words.table(group) for group in groups]
     if not tables:

@@ -31,8 +31,8 @@ from hydraspec.study.texts import (
 )
 from hydraspec.types import Completion, StepRecord
 
-WIDE = 400  # columns where no terminal sets a limit: figures are never cut
-SECONDS_BETWEEN_DRAWS = 0.1  # the display is drawn between steps only, so that no step pays for it
+WIDE = 400  # columns where there is no terminal, so that figures are never cut
+SECONDS_BETWEEN_DRAWS = 0.1  # at least; drawn between steps, so that no step is slowed
 
 
 def run_console(*, quiet: bool) -> Console:
@@ -41,7 +41,7 @@ def run_console(*, quiet: bool) -> Console:
 
 
 def table_console(width: int, *, quiet: bool = False) -> Console:
-    """The terminal, or where there is none a console of `width` columns."""
+    """Console of the terminal, or of `width` columns where there is no terminal."""
     console = run_console(quiet=quiet)
     return console if console.is_terminal else Console(width=width, quiet=quiet)
 
@@ -55,8 +55,8 @@ def print_table(
     num_left: int = 0,
     best: Collection[int] = (),
 ) -> None:
-    """Print lines of figures; headings may wrap, figures may not. The first `num_left` columns are
-    aligned left, and the lines numbered in `best` stand out.
+    """Print a table of figures; headings may wrap, figures may not. The first `num_left` columns
+    are aligned left, and the lines with an index in `best` are highlighted.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0)
     table.pad_edge = False
@@ -73,7 +73,7 @@ def print_table(
 
 
 def print_block(console: Console, block: Block) -> None:
-    """Print a block's table, if it has one."""
+    """Print the block's table, if the block has one."""
     if (table := block.table) is None:
         return
     header = [printable(cell) for cell in table.header]
@@ -83,12 +83,12 @@ def print_block(console: Console, block: Block) -> None:
 
 
 class ConsoleSink(Sink):
-    """Progress over requests with tokens per second and the running acceptance length; a table
-    at the end.
+    """Sink that shows progress over requests, tokens per second and the acceptance length so far,
+    and prints a table at the end.
     """
 
     def __init__(self, console: Console, *, method: str, sizes: Mapping[Side, int]) -> None:
-        """sizes: requests each side will decode over the whole run."""
+        """`sizes` is the number of requests that each side decodes over the whole run."""
         self._console = console
         self._labels = {Side.method: method, Side.baseline: "none (baseline)"}
         self._sizes = sizes
@@ -113,7 +113,7 @@ class ConsoleSink(Sink):
     def on_completion(self, side: Side, completion: Completion, meter: Meter) -> None:
         if self._progress is not None:
             self._progress.advance(self._tasks[side])
-            if self._is_idle:  # the next step, which draws, may be a while away
+            if self._is_idle:  # it may be long until the next step draws
                 self._draw(side, meter)
 
     def on_summary(self, summary: Summary) -> list[str]:
@@ -153,7 +153,7 @@ class ConsoleSink(Sink):
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """The final table, the verdict and the warnings."""
+    """Print the final table, step times, the lossless verdict, the assessment and the warnings."""
     sides: list[Summary | Baseline] = [summary]
     names = [summary["method"]]
     if summary["baseline"]:
@@ -195,7 +195,7 @@ def _title(summary: Summary) -> str:
 
 
 def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
-    """A label and a cell for the method, then one for the baseline."""
+    """Yields the rows of the table: a label, the method's cell, and the baseline's if it ran."""
     yield ["requests", *(str(side["num_requests"]) for side in sides)]
     if summary["num_errors"]:
         yield ["errors", *(str(side["num_errors"]) for side in sides)]
@@ -234,14 +234,14 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
 
 
 def _share_rows(summary: Summary) -> Iterator[list[str]]:
-    """The share of a step that drafting takes, where phases were measured."""
+    """Yields the row with drafting's share of a step; no row where phases were not measured."""
     share = draft_share(summary["time_breakdown_ms"]) if summary["num_drafts"] else None
     if share is not None:
         yield ["drafting's share of a step", percent(share), "-"]
 
 
 def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
-    """Percentiles and goodput of a run with arrivals or limits."""
+    """Yields rows of percentiles and goodput; no row for a run without arrivals and limits."""
     limits = summary["goodput"]
     if summary["request_rate"] is None and limits is None:
         return
@@ -260,7 +260,7 @@ def _latency_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iter
 
 
 def _cache_rows(sides: Sequence[Summary | Baseline]) -> Iterator[list[str]]:
-    """Tokens from the prefix cache, and pressure on the KV cache where there was any."""
+    """Yields rows on the prefix cache's hits and on preemptions; no row where there were none."""
     caches = [side["prefix_cache"] for side in sides]
     if any(cache and (cache["hit_tokens"] or cache["recomputed_tokens"]) for cache in caches):
         yield ["prefix cache hit rate", *(percent(c and c["hit_rate"]) for c in caches)]

@@ -1,6 +1,7 @@
 """The contents of a report over runs, in order: blocks by family, by group and over all runs.
 
-A block is a function of a family, a group or all runs; None where they have nothing to show.
+Each block is made by a function of a family, a group or all runs, which returns None where there
+is nothing to show.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BY_ALL: Sequence[Callable[[Runs], Block | None]] = (warned, settings, environmen
 
 
 def study(runs: Runs, *, asked: str | None = None) -> Study:
-    """The report; `asked` is the question where the settings that differ do not say it."""
+    """The report over runs; `asked` is its question, instead of one made from the settings."""
     sections = []
     for family in runs.families:
         shared = [make(family) for make in BY_FAMILY]
@@ -96,11 +97,11 @@ def _notes(runs: Runs) -> list[str]:
 
 
 def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
-    """Write the page into `folder`, which is made, and the W&B Report where its package is
-    installed; returns where they are.
+    """Create `folder` and write the page into it, and the W&B Report where its package is
+    installed. Returns the paths of the files.
 
     Raises:
-        OSError: with the path, if one cannot be written.
+        OSError: a file cannot be written; the error has its path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / STUDY
@@ -111,7 +112,7 @@ def write(made: Study, runs: Runs | None, folder: Path) -> list[Path]:
 
 
 def tell(made: Study, paths: Sequence[Path]) -> None:
-    """Print the question, its answers, and where the report is."""
+    """Print the question, the answers, the notes and the paths of the report."""
     console = table_console(WIDE)
     lines = [made.question, *(one.text for one in made.verdicts)]
     for line in (*lines, *made.notes, *(f"Report: {path}" for path in paths)):

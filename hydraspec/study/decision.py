@@ -1,5 +1,5 @@
-"""The one answer of a group of jobs: which to use, which are as good, which are slower than none,
-what lies beyond the K that were tried, and the next command."""
+"""The answer for a group of jobs: which job to use, which are as good, which are slower than no
+drafts, which K beyond those tried is worth a run, and the next command."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hydraspec.study.ranking import Group, JobFigures
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.texts import ci_words, percent, some_of
 
-SMALLEST_EFFECT = 0.03  # of the speed: jobs that differ by less are as good as each other
+SMALLEST_EFFECT = 0.03  # share of the speed: jobs that differ by less are equally good
 SETTING = "metrics.smallest_effect"
 K = "method.num_speculative_tokens"
-NO_MORE = 1_000_000  # prompts, beyond which no number is said
+NO_MORE = 1_000_000  # prompts: a larger number needed is not reported
 
 
 class Choice(TypedDict):
-    """A job, as compare.json names it."""
+    """A job in the answer of compare.json."""
 
     method: str
     num_speculative_tokens: int | str
@@ -35,7 +35,7 @@ class Choice(TypedDict):
 
 
 class AnswerRecord(Choice):
-    """The answer in compare.json; of method "none" the speedup is 1."""
+    """The answer in compare.json; with method "none" the speedup is 1."""
 
     as_good: list[Choice]
     may_be_as_good: list[Choice]
@@ -49,7 +49,7 @@ class AnswerRecord(Choice):
 
 @dataclass(slots=True, frozen=True)
 class Predicted:
-    """The speedup that a K beyond those tried is expected to have."""
+    """A K beyond those tried, and the speedup that is predicted for it."""
 
     num_drafts: int
     speedup: float
@@ -57,17 +57,20 @@ class Predicted:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Decision:
-    """An answer, and what it rests on.
+    """The answer for a group, with the jobs and figures that it is based on.
 
     Attributes:
         best: the fastest job with drafts whose outputs are the target's.
-        is_worth_it: whether it is surely faster than no drafts; None where that cannot be told.
-        as_good: jobs with drafts that are slower by less than the smallest effect.
-        maybe: others that may be, since their interval reaches so far.
-        slower: jobs with drafts that are surely slower than none.
-        num_more: prompts that could change the answer; None where none would.
-        edge: that the best has the largest or the smallest K; None where it has neither.
-        predicted: the best K beyond that end, if it is worth trying.
+        smallest: the smallest effect that matters, a share of the speed.
+        is_worth_it: True or False where `best` is significantly faster or slower than no drafts;
+            None where this cannot be told.
+        as_good: jobs with drafts that are slower than `best` by at most `smallest`.
+        maybe: other jobs that may be as good: the intervals of their speedups / that of `best`
+            reach to 1 - `smallest`.
+        slower: jobs with drafts that are significantly slower than no drafts.
+        num_more: further prompts that would settle the answer; None for none, or above NO_MORE.
+        edge: words that `best` has the largest or the smallest K tried; None if it has neither.
+        predicted: the best K beyond that edge; None if no such K is worth trying.
     """
 
     best: JobFigures
@@ -82,7 +85,7 @@ class Decision:
 
     @property
     def kind(self) -> Kind:
-        """Good, bad or neither."""
+        """The answer as a kind of block: "good", "bad", or "" where it cannot be told."""
         return {True: "good", False: "bad", None: ""}[self.is_worth_it]  # type: ignore[return-value]
 
     @property
@@ -90,7 +93,7 @@ class Decision:
         return f"{100 * self.smallest:g} %"
 
     def sentences(self) -> Iterator[str]:
-        """The answer, why, what lies beyond, and the next command."""
+        """Yields the answer, its reason, what is not settled, and the next command."""
         best, speed = self.best, self.best.speedups[ALL]
         assert speed is not None
         figures = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])}"
@@ -139,7 +142,7 @@ class Decision:
         )
 
     def next_command(self) -> str:
-        """The sweep that settles what is open, or the run of the best job."""
+        """The command of the sweep that settles the answer, or of the best job's run."""
         best, typed = self.best, typed_settings(self.best.job.folder)
         shared = [f"{key}={value}" for key, value in typed.items() if key not in ("method", K)]
         method, drafts = best.job.summary["method"], drafts_of(best.job.summary)
@@ -161,7 +164,7 @@ class Decision:
         return " ".join(["python -m hydraspec", *map(shlex.quote, words)])
 
     def record(self) -> AnswerRecord:
-        """The answer in compare.json."""
+        """The record of the answer for compare.json."""
         none: Choice = {
             "method": "none",
             "num_speculative_tokens": 0,
@@ -184,7 +187,8 @@ class Decision:
 
 
 def decide(group: Group) -> Decision | None:
-    """The answer for jobs that are ranked by speedup; None where no job drafts losslessly."""
+    """The answer for a group; None where jobs are not ranked by speedup, or where no job with
+    drafts has a known speedup and lossless outputs."""
     drafting = [
         each
         for each in group.jobs
@@ -223,7 +227,7 @@ def decide(group: Group) -> Decision | None:
 
 
 def smallest_effect(each: JobFigures) -> float:
-    """The share of the speed that matters, as its runs have it."""
+    """The smallest effect that matters, a share of the speed, as the job's first run has it."""
     found = each.job.runs[0].settings.get(SETTING)
     return float(found) if isinstance(found, int | float) else SMALLEST_EFFECT
 
@@ -234,7 +238,7 @@ def _is_slower(each: JobFigures) -> bool:
 
 
 def to_best(each: JobFigures, best: JobFigures, group: Group) -> PairedRatio | None:
-    """The job's speedup over the best one's, where one of them is the reference; else None."""
+    """Speedup of `each` / speedup of `best`; None where these two were not compared."""
     if group.reference is best:
         figure = each.against("speedup")
         return figure.ratio if figure else None
@@ -253,11 +257,12 @@ def _reaches(found: PairedRatio, least: float) -> bool:
 def beyond_the_edge(
     best: JobFigures, jobs: Sequence[JobFigures], smallest: float
 ) -> tuple[str | None, Predicted | None]:
-    """Whether the best job has the largest or the smallest K tried ("K=5 is the largest"), and the
-    K beyond it with the highest predicted speedup, where it gains the smallest effect.
+    """Words on the best job's K if this is the largest or the smallest K tried ("K=5 is the
+    largest"), else None; and the K beyond with the highest predicted speedup, None if that gains
+    less than `smallest`.
 
-    A step's cost grows with K as it did between the K tried; a draft after the last one is accepted
-    as often as that one was after the one before.
+    The prediction lets a step's cost grow with K at the fitted rate of the K tried, and lets each
+    further position be accepted, given the one before, at the rate of the last position measured.
     """
     family = {
         k: each
@@ -295,7 +300,7 @@ def _length(each: JobFigures) -> float:
 
 
 def name(each: JobFigures, between: str = " ") -> str:
-    """ "gemma4_mtp with K=5", or with another word between; with further settings as labels do."""
+    """Name of a job, such as "gemma4_mtp with K=5": its label with `between` before K."""
     return each.job.label.replace(", K=", f"{between}K=", 1)
 
 

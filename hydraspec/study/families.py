@@ -1,10 +1,10 @@
 """Blocks of jobs under several loads and setups: the fastest job of each setup, and tokens per
-second of one user against those of all together.
+second of one user against those of all users together.
 
-Setups are splits, devices, engines and engine settings. Each has its own baseline, so that setups
-are compared by tokens per second, as measured. Within a group, whose jobs share a baseline, a
-machine that changes between jobs moves all points of a job; so where every job of a group has a
-baseline, its speeds are those over its own baseline, times the mean baseline of the group.
+Setups are splits, devices, engines and engine settings. Each setup has its own baseline, so that
+setups are compared by tokens per second, as measured. Within a group, whose jobs share a baseline,
+a machine that changes between jobs moves all points of a job. So where every job of a group has a
+baseline, a job's speeds are divided by its own baseline and multiplied by the group's mean one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADER = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Fastest:
-    """The job with the most tokens per second of a group."""
+    """The job with the most tokens per second of a group; `speed` is its tokens per second."""
 
     group: Group
     of: JobFigures
@@ -38,12 +38,13 @@ class Fastest:
 
     @property
     def per_device(self) -> float:
-        """Tokens per second / devices."""
+        """Tokens per second / number of devices."""
         return self.speed / self.of.job.num_devices
 
 
 def setups(family: Family) -> Block | None:
-    """A line for each load and setup: the fastest job whose outputs are the target's."""
+    """Table with a line for each load and setup: the fastest job whose outputs are the target's;
+    None where no load ran on several setups."""
     lines = [
         _line(one, "good" if one is found[0] else "")
         for found in fastest_by_load(family)
@@ -61,7 +62,7 @@ def setups(family: Family) -> Block | None:
 
 
 def fastest_by_load(family: Family) -> list[list[Fastest]]:
-    """For each load on several setups the fastest job of each setup, fastest first."""
+    """The fastest job of each setup, fastest first: a list for each load with several setups."""
     found = [one for group in family.groups if group.setup and (one := _fastest(group))]
     loads = by_key(found, [one.group.load for one in found])
     several = [members for members in loads.values() if len(members) > 1]
@@ -69,7 +70,7 @@ def fastest_by_load(family: Family) -> list[list[Fastest]]:
 
 
 def setup_verdicts(family: Family) -> Iterator[Verdict]:
-    """The fastest setup of each load, in a sentence."""
+    """Yields a verdict for each load with several setups: a sentence on the fastest setup."""
     for first, *others in fastest_by_load(family):
         parts = [f"{_full_name(first)}: {_rates(first)}"]
         parts += [f"{one.group.setup}: {_rates(one)}" for one in others]
@@ -96,7 +97,7 @@ def _full_name(one: Fastest) -> str:
 
 
 def _rates(one: Fastest) -> str:
-    """ "850", with several devices "850 (425 per device)"."""
+    """Tokens per second as text: "850", or with several devices "850 (425 per device)"."""
     per_device = f" ({number(one.per_device, 0)} per device)" if one.of.job.num_devices > 1 else ""
     return f"{number(one.speed, 0)}{per_device}"
 
@@ -128,7 +129,7 @@ def _line(one: Fastest, kind: Kind) -> Line:
 PER_USER, TOTAL = "tokens_per_second_per_user", "output_tokens_per_second"
 MAX_LABEL = 10  # characters beside a point
 BASELINE = "none"
-TOTAL_OF = "tokens_per_second"  # as Speeds calls the total
+TOTAL_OF = "tokens_per_second"  # the total in `Speeds`
 CORRECTED = (
     "Each job's speeds are those over its own baseline, times the mean baseline of all jobs on the "
     "same devices, engine and settings: a machine that changes between these cancels."
@@ -138,19 +139,19 @@ AS_MEASURED = "Each as the machine ran it at that time: not every job has a base
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Point:
-    """A job, or a group's baseline, with both its speeds."""
+    """A job or a group's baseline, with tokens per second of one user and of all users."""
 
     name: str
     label: str
     method: str
-    settings: str  # points with the same are joined
+    settings: str  # points with equal settings are joined
     per_user: float
     total: float
 
 
 def pareto(family: Family) -> Block | None:
-    """The trade-off: a point for each job, joined where jobs differ in the load only, or with one
-    load in K only."""
+    """Scatter chart of tokens per second of one user and of all users, with a point for each job;
+    None without points. A line joins jobs that differ only in load, or with one load only in K."""
     points = _points(family)
     if not points:
         return None
@@ -194,7 +195,7 @@ def pareto(family: Family) -> Block | None:
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats at both, by rising speed of one user."""
+    """The Pareto front: points that no other point beats at both speeds, by rising `per_user`."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.per_user, -p.total)):
         if not found or point.total > found[-1].total:
@@ -227,12 +228,12 @@ def _points(family: Family) -> list[Point]:
 
 
 def _at(group: Group, name: str) -> str:
-    """A name with the group's setup, if there are several."""
+    """A name, followed by the group's setup if there are several setups."""
     return f"{name}, {group.setup}" if group.setup else name
 
 
 def _labels(jobs: Sequence[Job]) -> list[str]:
-    """K beside points where it and the drafter tell all jobs apart, else the jobs' names."""
+    """Labels of points: K where drafter and K tell all jobs apart, else the jobs' names."""
     keys = [tuple(job.label.split(", ")) for job in jobs]
     if len(set(keys)) < len(keys) or any(len(key) > 2 for key in keys):
         return [job.name for job in jobs]
@@ -240,7 +241,7 @@ def _labels(jobs: Sequence[Job]) -> list[str]:
 
 
 def _own_baselines(group: Group) -> dict[str, Speeds]:
-    """The speeds of each job without drafts; empty where one was not measured."""
+    """The baseline speeds of each job, by name; empty where a job has none."""
     found = {one.job.name: one.own_baseline for one in group.jobs}
     are_known = all(
         speeds.tokens_per_second and speeds.tokens_per_second_per_user for speeds in found.values()

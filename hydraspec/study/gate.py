@@ -1,5 +1,6 @@
-"""Judges whether runs are worse than a stored baseline: acceptance by position and category, speed,
-accuracy, verdict and errors, with one false-alarm rate over all figures and all looks (ADR 37).
+"""Comparison of runs with a stored baseline, to find what is worse: acceptance by position and
+category, speed, accuracy, lossless verdict and errors, with one false-alarm rate over all figures
+and all comparisons with that baseline (ADR 37).
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from hydraspec.study.jobs import Job, check_alike, known_to_all, labels_of
 from hydraspec.study.pairs import ALL, Figure, figures, paired
 from hydraspec.study.runs import Key, Run, key_of, refuse
 
-LOOKS = 10  # comparisons with one baseline that share LEVEL
-ACCEPTANCE_MARGIN = 0.01  # of a rate: losing drafts at i alone may move the rate at i+1 so far
-SPEED_MARGIN = 0.05  # share of the speedup that may be lost: what noise of whole runs may take
-RUN_NOISE = 0.1  # standard deviation of a run's log speedup, where repeats do not show less
-SAME_MACHINE = ("device", "cpu", "gpus", "num_threads")  # where speedups can be compared
-USUAL = ("", "single", "standard")  # split and verification that a label leaves out
+LOOKS = 10  # comparisons with one baseline, which share LEVEL
+ACCEPTANCE_MARGIN = 0.01  # of a rate: a loss at position i alone may move the rate at i+1 so far
+SPEED_MARGIN = 0.05  # share of the speedup that noise of whole runs may take
+RUN_NOISE = 0.1  # standard deviation of a run's log speedup, unless repeats show less
+SAME_MACHINE = ("device", "cpu", "gpus", "num_threads")  # equal where speedups are compared
+USUAL = ("", "single", "standard")  # splits and verifications that labels leave out
 JOB_KEYS = ("target", "engine", "method", "num_speculative_tokens", "parallelism", "verification")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A figure of the runs beside the baseline's.
+    """A figure of a job compared with the baseline's.
 
     Attributes:
-        what: "acceptance", "speedup", or what correct outputs are called ("exact match").
+        what: "acceptance", "speedup", or the name of accuracy ("exact match").
         scope: a category, or ALL.
-        position: of the draft token, from 1; of acceptance only.
-        p: one-sided, of a figure that is no worse; None where nothing can be told.
-        p_adjusted: after Holm's correction over all figures of the call.
+        position: position of the draft token, from 1; None for other figures than acceptance.
+        was, now: the figure in the baseline and in the job.
+        ratio: now / was, with its interval; for accuracy only its p-value is known.
+        p: one-sided p-value of "no worse", margins granted; None where nothing can be told.
+        p_adjusted: `p` after Holm's correction over all figures of the comparison.
     """
 
     what: str
@@ -60,19 +63,20 @@ class Check:
     p_adjusted: float | None = None
 
     def is_worse(self, level: float) -> bool:
-        """Returns whether the figure is surely lower than the baseline's."""
+        """Returns whether the figure is significantly lower than the baseline's."""
         return self.p_adjusted is not None and self.p_adjusted <= level
 
     @property
     def name(self) -> str:
-        """ "acceptance at position 2 in math"."""
+        """Name of the figure, such as "acceptance at position 2 in math"."""
         position = "" if self.position is None else f" at position {self.position}"
         return f"{self.what}{position}{f' in {self.scope}' if self.scope != ALL else ''}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """A job beside the baseline's: `broken` says what is worse without statistics."""
+    """Result of comparing a job with the baseline's: `broken` has sentences on what is worse for
+    certain, `notes` what is not compared or differs, `level` the significance level of checks."""
 
     job: Job
     checks: list[Check]
@@ -82,12 +86,12 @@ class Outcome:
 
     @property
     def worse(self) -> list[Check]:
-        """The figures that are worse."""
+        """The figures that are significantly worse."""
         return [check for check in self.checks if check.is_worse(self.level)]
 
     @property
     def failed(self) -> bool:
-        """Returns whether the job is worse than the baseline in anything."""
+        """Returns whether the job is worse than the baseline in any respect."""
         return bool(self.broken or self.worse)
 
 
@@ -99,10 +103,12 @@ def compare(
     acceptance_margin: float = ACCEPTANCE_MARGIN,
     speed_margin: float = SPEED_MARGIN,
 ) -> list[Outcome]:
-    """Each job against the one of the baseline with its settings; (job, environment) pairs.
+    """Compare each job with the baseline's job of the same settings; both sides are pairs of a job
+    and its environment. `looks` comparisons with one baseline share LEVEL; the margins are losses
+    that count as no worse: of a rate, and as a share of the speedup.
 
     Raises:
-        ConfigurationError: a job that only one side has, or that cannot be compared.
+        ConfigurationError: only one side has a job, or a job cannot be compared.
     """
     made = []
     for (job, machine), (reference, its_machine) in matched(jobs, baseline):
@@ -131,11 +137,11 @@ Sided = tuple[Job, Json]
 
 
 def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Sided, Sided]]:
-    """Pairs of jobs of the same method, K, engine and devices; where several have these in common,
-    of the same settings. Sets their labels.
+    """Pairs (job, baseline's job) with equal JOB_KEYS, or where several jobs share these, with
+    equal settings. Sets the labels of all jobs.
 
     Raises:
-        ConfigurationError: a job that only one side has, or has twice.
+        ConfigurationError: only one side has a job, or a side has it twice.
     """
     every = [job for job, _ in (*jobs, *baseline)]
     known = known_to_all([job.runs[0].identity() for job in every])
@@ -171,14 +177,14 @@ def matched(jobs: Sequence[Sided], baseline: Sequence[Sided]) -> list[tuple[Side
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:
-    """Names of jobs: "tiny_gemma4, gemma4_mtp, K=3, native", and settings that tell apart
-    jobs that have these in common: "…, native, max_num_seqs=8"."""
+    """Names of jobs, such as "tiny_gemma4, gemma4_mtp, K=3, native"; jobs of equal names get the
+    settings that tell them apart, such as "max_num_seqs=8", at the end."""
     return labels_of([_name(job) for job in jobs], [job.runs[0] for job in jobs])
 
 
 def _name(job: Job) -> str:
-    """ "tiny_gemma4, gemma4_mtp, K=3, native"; "…, native, tp2" with several ranks, and
-    "…, native, block" with a verification other than the standard one."""
+    """Name of a job, such as "tiny_gemma4, gemma4_mtp, K=3, native", with the split of several
+    ranks ("tp2") and a verification other than the standard one ("block") at the end."""
     summary = job.summary
     names = [summary["target"], summary["method"], drafts_name(summary), summary["engine"]]
     others = (split_words(summary.get("parallelism")), str(summary.get("verification") or ""))
@@ -195,7 +201,7 @@ def _long_key(keys: Sequence[str], job: Job) -> str:
 
 
 def _other_settings(reference: Job, job: Job) -> Iterator[str]:
-    """Settings that both have and that differ; a key that only one version knows is none."""
+    """Yields notes on settings that differ, for keys that both jobs have."""
     a, b = reference.runs[0].identity(), job.runs[0].identity()
     for key in a:
         if key in b and key != "commit" and a[key] != b[key]:
@@ -213,8 +219,8 @@ def _other_versions(was: Json, now: Json) -> Iterator[str]:
 
 
 def _acceptance(job: Job, reference: Job, margin: float) -> Iterator[Check]:
-    """The rate at each position where the draft before it was accepted, so that a loss shows where
-    it happens and not at the positions after it."""
+    """Yields checks of acceptance by position and scope. Rates are conditional on the draft before
+    being accepted, so that a loss shows at its position and not at later ones."""
     mine, theirs = _counts(job), _counts(reference)
     common = [key for key in mine if key in theirs]
     categories = [mine[key][0] for key in common]
@@ -228,7 +234,8 @@ def _acceptance(job: Job, reference: Job, margin: float) -> Iterator[Check]:
 
 
 def _counts(job: Job) -> dict[Key, tuple[str | None, Array]]:
-    """Accepted and reached by position [K, 2] of each prompt, over the runs that finished it."""
+    """Category and counts [K, 2] of each prompt, over the runs that finished it: how often each
+    position was accepted and reached."""
     found: dict[Key, tuple[str | None, Array]] = {}
     for run in job.runs:
         for row in run.rows:
@@ -242,10 +249,11 @@ def _counts(job: Job) -> dict[Key, tuple[str | None, Array]]:
 
 
 def _rate_check(counts: Array, scope: str, position: int, margin: float) -> Check | None:
-    """counts [R, 2, 2]: accepted and reached, of the runs and of the baseline.
+    """Check of the acceptance rate at a position, None where a side never reached it. `counts`
+    [R, 2, 2] has the job and the baseline, and of each accepted and reached.
 
-    Rates are compared within each request (the ratio of Mantel and Haenszel, 1959): that requests
-    with high rates reach a position less often is no loss at that position.
+    Rates are compared within each request (the ratio of Mantel and Haenszel, 1959). So a position
+    that requests with high rates reach less often shows no loss.
     """
     (accepted, reached), (accepted_before, reached_before) = counts.transpose(1, 2, 0)
     was = ratio(accepted_before.sum(), reached_before.sum())
@@ -270,7 +278,7 @@ def _rate_check(counts: Array, scope: str, position: int, margin: float) -> Chec
 
 
 def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) -> Iterator[Check]:
-    """Speedup over all requests, accuracy over all and by category."""
+    """Yields checks of the speedup over all requests, and of accuracy over all and by category."""
     granted = {(f.measure, f.scope): f for f in figures(job, _slowed(reference, 1 - speed_margin))}
     several = len(paired(job, reference).scopes()) > 2
     for figure in figures(job, reference):
@@ -297,7 +305,7 @@ def _others(job: Job, reference: Job, speed_margin: float, *, with_speed: bool) 
 
 
 def _slowed(job: Job, share: float) -> Job:
-    """The same job with `share` of its speed."""
+    """A copy of the job with `share` of its speed."""
     runs = []
     for run in job.runs:
         rows = [{**row, "decode_ms": row["decode_ms"] / share} for row in run.rows]
@@ -306,7 +314,7 @@ def _slowed(job: Job, share: float) -> Job:
 
 
 def _of_accuracy(figure: Figure) -> float | None:
-    """One-sided p of the sign test; None where both jobs are right in the same requests."""
+    """One-sided p-value of the sign test; None where the accuracies are equal or not known."""
     if figure.ratio.p is None or figure.job == figure.reference:
         return None
     half = figure.ratio.p / 2
@@ -314,8 +322,8 @@ def _of_accuracy(figure: Figure) -> float | None:
 
 
 def _between_runs(job: Job, reference: Job, margin: float) -> float:
-    """One-sided p of a speedup that is no lower, by the noise of whole runs: RUN_NOISE, or less
-    where repeats show less (Student's t; either may tell, at half of the level each)."""
+    """One-sided p-value of a speedup that is no lower than the margin allows, by the noise of whole
+    runs, RUN_NOISE; with repeats twice the lower of this p and that of Student's t over repeats."""
     sides = [np.array([_log_speedup(run) for run in each.runs]) for each in (job, reference)]
     loss = float(sides[1].mean() - sides[0].mean()) + log(1 - margin)
     if loss <= 0:
@@ -330,7 +338,7 @@ def _between_runs(job: Job, reference: Job, margin: float) -> float:
 
 
 def _log_speedup(run: Run) -> float:
-    """The logarithm of a run's speedup, over the requests that both of its sides finished."""
+    """Logarithm of a run's speedup over the requests that both sides finished; 0 without any."""
     rows = [row for row in run.rows if row["finish_reason"] != "error" and row["baseline"]]
     rows = [row for row in rows if row["baseline"]["finish_reason"] != "error"]
     sums = [
@@ -342,7 +350,7 @@ def _log_speedup(run: Run) -> float:
 
 
 def _one_sided(found: PairedRatio) -> float | None:
-    """p of a ratio that is 1 or more."""
+    """One-sided p-value of a ratio of 1 or more; None where it is not known."""
     if found.ratio is None or found.p is None:
         return None
     return found.p / 2 if found.ratio < 1 else 1 - found.p / 2

@@ -1,4 +1,4 @@
-"""Blocks of a group of jobs: table, acceptance, categories, predictions, where time goes."""
+"""Blocks of a group of jobs: table of jobs, acceptance, categories, predictions, time by phase."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NOTE_OF_SPEEDS = (
     "jobs does not cancel. A speedup is over the job's own baseline: it says what drafts gain "
     "there, not which job is faster."
 )
-MOST_MORE = 100  # times the prompts of a comparison that are asked for
+MOST_MORE = 100  # times the prompts of a comparison: more prompts than this are not asked for
 SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
-Column = tuple[str, Callable[[JobFigures], str]]  # heading and cell
+Column = tuple[str, Callable[[JobFigures], str]]  # heading, and a job's cell
 
 
 def notes(group: Group) -> list[str]:
-    """The meaning of the marks, and the change of the machine between the jobs; empty without a
-    ranking."""
+    """Sentences on the meaning of the marks and on a change of the machine between jobs; empty
+    without a ranking."""
     if group.reference is None:
         return []
     drift = drift_words(group)
@@ -47,10 +47,10 @@ def notes(group: Group) -> list[str]:
 
 
 def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Block:
-    """All jobs with their main figures, each linked to its page, and the same in sentences.
+    """Table of all jobs with their main figures and links to their pages; the same in sentences.
 
     Args:
-        with_speeds: the mean throughputs of the runs, in place of the baseline's.
+        with_speeds: show the mean throughputs of the runs, in place of the baseline's.
     """
     columns = [*_ranked_columns(group), *(_speed_columns() if with_speeds else [_BASELINE])]
     if any(len(one.job.runs) > 1 for one in group.jobs):
@@ -79,7 +79,8 @@ def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Bloc
 
 
 def _ranked_columns(group: Group) -> list[Column]:
-    """The measure that ranks the jobs, its ratio to the reference's, and the other figures."""
+    """Columns of the measure that ranks the jobs, of its ratio to the reference's, and of the other
+    figures."""
     speedup: Column = ("speedup", lambda one: estimate(one.speedups[ALL], "x"))
     against: list[Column] = [
         ("against the reference", lambda one: _against(one, group)),
@@ -122,7 +123,8 @@ def _against(one: JobFigures, group: Group) -> str:
 
 
 def _difference(one: JobFigures, group: Group) -> str:
-    """Whether a job differs from the reference, and how many more prompts would tell."""
+    """Cell on whether a job is better or worse than the reference, or how many more prompts would
+    tell."""
     versus = one.against(group.by)
     if one is group.reference or versus is None:
         return "-"
@@ -134,7 +136,7 @@ def _difference(one: JobFigures, group: Group) -> str:
 
 
 def _accuracy(one: JobFigures) -> str:
-    """The share over all runs of a job that is compared, else the first run's."""
+    """Share of correct outputs over all runs, or the first run's where jobs are not compared."""
     accuracy = one.job.summary["accuracy"]
     if one.accuracy is None and accuracy:
         return number(accuracy["exact_match"], 3)
@@ -142,7 +144,7 @@ def _accuracy(one: JobFigures) -> str:
 
 
 def slowest(group: Group) -> Block | None:
-    """The requests that lost most against the reference, where there are two jobs."""
+    """Table of the requests that lost most against the reference; None unless of two jobs."""
     lines = [
         Line(
             cells=[
@@ -164,7 +166,8 @@ def slowest(group: Group) -> Block | None:
 
 
 def acceptance_by_position(group: Group) -> Block | None:
-    """A curve and a line of a table per job; jobs that differ in K only share a colour."""
+    """Curves and table of acceptance rates by draft position, a line per job; None without drafts.
+    Jobs that differ in K only share a colour."""
     found = [(one.job, rates) for one in group.jobs if (rates := one.by_position)]
     width = max((len(rates) for _, rates in found), default=0)
     if not width:
@@ -191,8 +194,8 @@ def acceptance_by_position(group: Group) -> Block | None:
 
 
 def by_category(group: Group, *, brief: bool = False) -> Block | None:
-    """A line per job and a column for each category; None where there is none. With `brief` lengths
-    have no intervals."""
+    """Table of speedup and acceptance length with a line per job and a column per category; None
+    without categories. With `brief` lengths have no intervals."""
     scopes = group.scopes
     if len(scopes) < 2:
         return None
@@ -212,7 +215,7 @@ def by_category(group: Group, *, brief: bool = False) -> Block | None:
 
 
 def _both(one: JobFigures, scope: str, brief: bool) -> str:
-    """Speedup and acceptance length of a category."""
+    """Cell with speedup and acceptance length of a category."""
     speedup, length = one.speedups.get(scope), one.lengths.get(scope)
     figures = [f"{speedup['mean']:.2f}x"] if speedup else []
     figures += [number(length["mean"]) if brief else estimate(length)] if length else []
@@ -220,7 +223,8 @@ def _both(one: JobFigures, scope: str, brief: bool) -> str:
 
 
 def lossless(group: Group) -> Block:
-    """The verdicts on outputs against the target's; one sentence where all jobs have the same."""
+    """Block of the lossless verdicts: one sentence where all jobs have the same verdict, else a
+    table."""
     found = [one.job for one in group.jobs]
     drafting = [verdict_words(job.lossless) for job in found if not job.is_plain]
     note = "Outputs of greedy requests against those of the same run without drafts."
@@ -243,7 +247,8 @@ def lossless(group: Group) -> Block:
 
 
 def time_breakdown(group: Group) -> Block | None:
-    """Mean milliseconds per step by phase."""
+    """Chart and table of mean milliseconds per step by phase, of the first MAX_BARS jobs that have
+    them; None without any."""
     found = [(one.job, times) for one in group.jobs if (times := one.breakdown_ms)][:MAX_BARS]
     phases = list(dict.fromkeys(name for _, times in found for name in times))
     if not phases:
@@ -272,7 +277,8 @@ def time_breakdown(group: Group) -> Block | None:
 
 
 def predictions(group: Group) -> Block | None:
-    """A line per job that ran with metrics.prediction."""
+    """Table of predicted and measured speedups, a line per job that ran with metrics.prediction;
+    None without such jobs."""
     lines, errors = [], []
     for one in group.jobs:
         summary = one.job.summary

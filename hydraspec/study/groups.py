@@ -1,5 +1,5 @@
-"""Runs sorted once into families of the same target, sampling and prompts, and these into groups of
-the same load and setup, in which jobs are ranked.
+"""Runs sorted into families of the same target, sampling and prompts, and within these into groups
+of the same load and setup, in which jobs are ranked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READ = (  # keys of summary.json that reports, comparisons, gates and replays re
     *("time_breakdown_ms", "time_breakdown_from", "output_tokens_per_second"),
     *("time_per_output_token_ms", "baseline", "warnings"),
 )
-# Keys that summaries of earlier versions lack.
+# Keys that are read too, and that summaries of earlier versions lack.
 READ_IF_PRESENT = ("acceptance_by_output_place", "teacher_forced", "parallelism")
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
@@ -43,7 +43,8 @@ CONDITIONS = ("target", "sampling", "workload")  # config groups that say what i
 
 @dataclass(slots=True, kw_only=True)
 class Family:
-    """Groups of the same target, sampling and prompts, which differ in load or setup."""
+    """Groups of the same target, sampling and prompts, which differ in load or setup. `title` has
+    the settings that tell the family from others."""
 
     title: str
     groups: list[Group]
@@ -51,7 +52,7 @@ class Family:
 
 @dataclass(slots=True, kw_only=True)
 class Runs:
-    """Everything a report is about; `left_out` says which folders hold no figures, and why."""
+    """The runs of a report, in families; `left_out` has notes on folders without figures."""
 
     families: list[Family]
     left_out: list[str] = field(default_factory=list)
@@ -77,7 +78,7 @@ def read(folders: Sequence[Path]) -> Runs:
 
     Raises:
         ConfigurationError: a folder holds no run, no run has figures, runs have nothing in common,
-            or prompts of a group differ.
+            or prompts within a group differ.
     """
     found = read_runs(folders)
     for run in found:
@@ -97,7 +98,11 @@ def read(folders: Sequence[Path]) -> Runs:
 
 
 def check_summary(run: Run, keys: Sequence[str] = READ) -> None:
-    """Refuse a summary without a key that is read, or with another type there."""
+    """Refuse a run whose summary lacks one of `keys`, or has a value of another type there.
+
+    Raises:
+        ConfigurationError: the message names the folder and the key.
+    """
     hints = get_type_hints(Summary)
     for key in (*keys, *(key for key in READ_IF_PRESENT if key in run.summary)):
         wrong = mismatch(run.summary.get(key), hints[key], key)
@@ -111,11 +116,11 @@ def check_summary(run: Run, keys: Sequence[str] = READ) -> None:
 
 
 def families_of(runs: Sequence[Run], *, is_strict: bool = True) -> list[Family]:
-    """The families of these runs, with jobs named by the ends of their folders' paths that differ.
+    """The families of these runs. A job's name is the ends of its folders' paths that differ.
 
     Args:
-        is_strict: whether prompts that differ within a group are refused; else the group is not
-            ranked and says why.
+        is_strict: whether prompts that differ within a group are refused; else such a group is
+            not ranked, and its `unranked` says why.
     """
     families = by_key(runs, [str(_conditions(run, load=False)) for run in runs])
     titles = _titles([members[0] for members in families.values()], load=False)
@@ -147,14 +152,15 @@ def _groups(runs: Sequence[Run], family: str, is_strict: bool) -> list[Group]:
 def _title_of(
     groups: Mapping[str, Sequence[Run]], titles: Callable[[Sequence[Run]], list[str]]
 ) -> dict[str, str]:
-    """A title for each key, from the first run that has it."""
+    """A title for each key of `groups`, from the first run of the group."""
     return dict(zip(groups, titles([runs[0] for runs in groups.values()]), strict=True))
 
 
 def _group(runs: Sequence[Run], is_strict: bool) -> Group:
-    """
+    """Group of runs that share load and setup, ranked where every run has a baseline.
+
     Raises:
-        ConfigurationError: prompts differ, and that is refused.
+        ConfigurationError: prompts differ, and `is_strict` is set.
     """
     jobs = pool(runs)
     alone = [from_summary(job) for job in jobs]
@@ -175,7 +181,7 @@ def _group(runs: Sequence[Run], is_strict: bool) -> Group:
 
 
 def _conditions(run: Run, *, load: bool) -> dict[str, object]:
-    """The settings that say what was asked for: those of the load, or the others."""
+    """The settings of a run under CONDITIONS: with `load` the keys of LOAD, else all other keys."""
     found = {}
     for key, value in run.settings.items():
         group, _, name = key.partition(".")
@@ -185,14 +191,14 @@ def _conditions(run: Run, *, load: bool) -> dict[str, object]:
 
 
 def _titles(firsts: Sequence[Run], *, load: bool) -> list[str]:
-    """The settings that tell each run from the others; empty for a single one."""
+    """Titles with the settings that tell each run from the others; empty for a single run."""
     conditions = [_conditions(run, load=load) for run in firsts]
     differing = differing_keys(conditions)
     return [_title(each, differing) for each in conditions]
 
 
 def _title(conditions: Mapping[str, object], differing: Sequence[str]) -> str:
-    """A group is said by its name; its other keys where the names are equal."""
+    """Title of a run: for each config group its name, if names differ, else its differing keys."""
     parts = []
     for group in CONDITIONS:
         if f"{group}.name" in differing:
@@ -206,7 +212,8 @@ def _title(conditions: Mapping[str, object], differing: Sequence[str]) -> str:
 
 
 def _check_related(runs: Sequence[Run]) -> None:
-    """Refuse a run that shares neither target nor workload with any other."""
+    """Refuse runs of several pairs of target and workload, if one pair has neither of the two in
+    common with any other pair."""
     for run in runs:
         one = _asked(run)
         others = [other for other in runs if _asked(other) != one]
@@ -221,14 +228,14 @@ def _check_related(runs: Sequence[Run]) -> None:
 
 
 def _asked(run: Run) -> tuple[str, str]:
-    """Target and workload."""
+    """Words for the target and the workload of a run."""
     path = run.settings.get("workload.path")
     workload = f"workload {run.summary['workload']}"
     return f"target {run.summary['target']}", f"{workload} ({path})" if path else workload
 
 
 def without_result(folders: Sequence[Path]) -> list[str]:
-    """Notes on the jobs of sweeps that left no result, of a run or of a benchmark."""
+    """Notes on jobs of sweeps that left no result of a run or a benchmark, skipped ones first."""
     sweeps = [folder for folder in folders if read_summary(folder) is None]
     left_out = [
         f"{job.name}: skipped: {why}" for each in sweeps for job, why in skipped_jobs(each).items()
@@ -237,7 +244,7 @@ def without_result(folders: Sequence[Path]) -> list[str]:
 
 
 def unfinished(sweep: Path) -> list[Path]:
-    """The jobs of a sweep that left no result."""
+    """The folders of a sweep's jobs that left no result and were not skipped, by number."""
     jobs = {each for each in sweep.iterdir() if each.is_dir() and each.name.isdigit()}
     jobs -= skipped_jobs(sweep).keys()
     left = (job for job in jobs if read_summary(job) is None and not (job / BENCH).is_file())

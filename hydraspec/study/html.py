@@ -1,6 +1,6 @@
-"""HTML from the templates of this package: escaped, strict, and printable.
+"""HTML pages from the templates of this package, with escaped text and strict names.
 
-What a page says is computed by the modules that call `render`; the templates hold the HTML.
+The modules that call `render` compute the contents of a page; the templates hold the HTML.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hydraspec.study.texts import (
 
 
 def render(template: str, **view: object) -> str:
-    """A page. Text in `view` is escaped, a name that the view lacks is an error, and control
-    characters become visible escapes.
+    """The HTML of a template filled from `view`. Text in `view` is escaped, a name that `view`
+    lacks is an error, and control characters become visible escapes.
     """
     return printable(environment().get_template(template).render(view))
 
 
 def study_page(made: Study, folder: Path) -> str:
-    """A page of blocks, with links that are right in `folder`."""
+    """The HTML of a report, with links to runs' pages that are relative to `folder`."""
 
     def href(run: Path) -> str | None:
         return link_to_page(run, folder)
@@ -47,14 +47,15 @@ def study_page(made: Study, folder: Path) -> str:
 
 
 def link_to_page(run: Path, folder: Path) -> str | None:
-    """The address of a run's or benchmark's page from one in `folder`; None where it has none."""
+    """The relative address of a run's or benchmark's page, seen from a page in `folder`; None where
+    there is no such page."""
     pages = [run / name for name in (REPORT, BENCH_REPORT) if (run / name).is_file()]
     return quote(os.path.relpath(pages[0], folder).replace(os.sep, "/")) if pages else None
 
 
 @cache
 def environment() -> Environment:
-    """The templates and their filters."""
+    """The Jinja environment of the templates, with their filters."""
     made = Environment(
         loader=PackageLoader("hydraspec.study"),
         autoescape=True,

@@ -1,5 +1,5 @@
-"""Costs of the decode steps of jobs, pooled over their runs; those without drafts over all jobs of
-the same setup and load, and those of jobs with drafts as far as they are alike."""
+"""Costs of the decode steps of jobs, pooled over their runs. Steps without drafts are pooled over
+all jobs of the same setup and load; costs of steps with drafts are shrunk to what jobs share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hydraspec.metrics.paired import Array
 from hydraspec.metrics.step_costs import Block, CostRatio, fit
 from hydraspec.study.jobs import Job, baseline_keys
 
-FEWEST_ALIKE = 3  # jobs with drafts that tell how costs grow with K
-# Standard deviations of the logarithm of a step's cost over that of one without drafts: of all jobs
-# at K=0 and for each draft; of a drafter's own differences from that; of a job's.
+FEWEST_ALIKE = 3  # jobs with drafts, from which the growth of costs with K is estimated
+# Prior standard deviations of log(cost of a step / cost of a step without drafts): the part that
+# all jobs share, at K=0 and for each draft; a drafter's difference from this part; a job's own.
 ALL, ALL_PER_DRAFT = 0.3, 0.2
 DRAFTER, DRAFTER_PER_DRAFT = 0.1, 0.03
 OWN = 0.03
@@ -24,12 +24,13 @@ OWN = 0.03
 
 @dataclass(frozen=True, slots=True)
 class JobCosts:
-    """Costs of steps without drafts over those of several jobs.
+    """Ratios: cost of a step without drafts / cost of a job's step, for N jobs with drafts.
 
     Attributes:
-        places: of each job with drafts, by name, in the other two; others are their own baseline.
-        drifts: what the logarithms have beyond those of the measured times.
-        covariance: of the logarithms.
+        places: index of each of these jobs in `drifts` and `covariance`, by name; jobs without
+            drafts have no place, and ratio 1.
+        drifts: [N] logarithm of the ratio minus the logarithm of the ratio of measured times.
+        covariance: [N, N] covariance of the logarithms of the ratios.
     """
 
     places: Mapping[str, int]
@@ -37,8 +38,7 @@ class JobCosts:
     covariance: Array
 
     def ratio(self, job: Job, reference: Job | None = None) -> CostRatio:
-        """The cost of a step without drafts over that of the job's; with a reference, over the same
-        of the reference."""
+        """The ratio of a job; with a reference, the job's ratio / the reference's ratio."""
         signs = np.zeros(len(self.drifts))
         for sign, one in ((1.0, job), (-1.0, reference)):
             if one is not None and one.name in self.places:
@@ -48,8 +48,8 @@ class JobCosts:
 
 
 def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
-    """The costs of jobs; None where a run has too few steps, or is of an earlier version, or where
-    the machine changed otherwise than drift does."""
+    """The costs of jobs; None where a run has too few steps or is of an earlier version, or where
+    the machine changed more than the model of drift allows."""
     keys = baseline_keys([job.runs[0] for job in jobs])
     found: list[dict[str, Sequence[Block]]] = []
     runs: dict[str, range] = {}
@@ -87,9 +87,9 @@ def _baseline(key: str) -> str:
 
 
 def _alike(jobs: Sequence[Job], drifts: Array, covariance: Array) -> tuple[Array, Array]:
-    """Drifts and covariance once what all jobs say of how costs grow with K, and a drafter's own of
-    its differences, is taken into account: the mean and the covariance of normal variables. What is
-    known well moves little. Jobs whose K was chosen per step stay as they are."""
+    """Posterior drifts [N] and covariance [N, N] under a normal prior in which costs grow with K
+    alike in all jobs, up to differences of drafters and jobs. Well measured costs move little. Jobs
+    whose K was chosen per step are left unchanged."""
     fixed = [i for i, job in enumerate(jobs) if isinstance(drafts_of(job.summary), int)]
     if len(fixed) < FEWEST_ALIKE:
         return drifts, covariance
@@ -109,7 +109,7 @@ def _alike(jobs: Sequence[Job], drifts: Array, covariance: Array) -> tuple[Array
 
 
 def _measured(job: Job) -> float:
-    """Logarithm of the time of a request's step without drafts over that of the job's."""
+    """Logarithm of measured ms per step without drafts / ms per step; 0 where not known."""
     sums = np.zeros((2, 2))
     for run in job.runs:
         for row in run.rows:

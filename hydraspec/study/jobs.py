@@ -1,9 +1,9 @@
-"""Jobs: runs of the same settings, pooled; what tells jobs apart, which of them share a baseline,
-and which may be compared.
+"""Jobs: pooled runs of the same settings; their labels, the jobs that share a baseline, and the
+check that jobs may be compared.
 
 Jobs of one setup (split, device, engine and its settings) and load decode without drafts at the
-same speed. Speedups, each over its own baseline, say which job is faster only among jobs of one
-setup; others are compared by their tokens per second.
+same speed. Speedups, each over the job's own baseline, say which job is faster only among jobs of
+one setup; jobs of several setups are compared by their tokens per second.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hydraspec.study.runs import (
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-# Settings that one word of a split says: "tp2".
+# Settings that a label gives as one word, such as "tp2".
 SPLIT = tuple(f"parallelism.{key}" for key in ("name", "tensor", "pipeline", "data"))
 MAX_TOLD = 2  # settings in a label; further ones only where they tell jobs apart
 WORST_FIRST = ("diverged", "not_checked", "numerical", "identical")
 SETUP = ("parallelism", "engine", "device", "dtype")  # keys of summary.json
 LOAD = ("concurrency", "request_rate", "burstiness")  # keys of summary.json
 GROUPS = ("engine", "parallelism", "cudagraph")  # config groups that set the speed of any method
-# Of these groups: what a summary says better, and what no speed depends on.
+# Keys of these groups that do not count: summaries have them, or speed does not depend on them.
 LEFT_OUT = {
     *("engine.name", "engine.device", *SPLIT, "parallelism.timeout_s"),
     *("engine.vllm.master_addr", "engine.vllm.master_port", "engine.vllm.node_rank"),
@@ -46,7 +46,7 @@ LEFT_OUT = {
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Runs of the same settings, pooled; `label` has the settings that tell it from other jobs."""
+    """Pooled runs of the same settings; `label` has the settings that tell the job from others."""
 
     name: str
     label: str
@@ -54,12 +54,12 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Label and name: "eagle3, K=5 (job 3)"."""
+        """Label and name, such as "eagle3, K=5 (job 3)"."""
         return self.name if self.label == self.name else f"{self.label} (job {self.name})"
 
     @property
     def drafter(self) -> str:
-        """The label without its number of drafts, "K=3"."""
+        """The label without its part for K ("K=3"); the whole label if that leaves nothing."""
         kept = [part for part in self.label.split(", ") if not part.startswith("K=")]
         return ", ".join(kept) or self.label
 
@@ -80,22 +80,22 @@ class Job:
 
     @property
     def lossless(self) -> Lossless:
-        """The worst verdict of its runs."""
+        """The lossless verdict of the run with the worst one."""
         found = [run.summary["lossless"] for run in self.runs]
         return min(found, key=lambda lossless: WORST_FIRST.index(lossless["verdict"]))
 
     @property
     def num_devices(self) -> int:
-        """The ranks of a run, each with its device; 1 in summaries that do not say."""
+        """Number of devices of a run, one per rank; 1 for summaries that do not say."""
         parallelism = self.summary.get("parallelism")
         return parallelism["num_devices"] if parallelism else 1
 
 
 def pool(runs: Sequence[Run], *, apart: bool = False, by_commit: bool = True) -> list[Job]:
-    """Runs that differ in seed or tracker only, or in nothing, as one job.
+    """The jobs of runs: runs whose settings differ only in POOLED, or not at all, are one job.
 
     Args:
-        apart: each run is a job where there would be one job only.
+        apart: make each run a job where there would be only one job.
         by_commit: whether runs of several commits are several jobs.
     """
     idle = _idle_groups(runs)
@@ -115,8 +115,8 @@ def pool(runs: Sequence[Run], *, apart: bool = False, by_commit: bool = True) ->
 
 
 def _idle_groups(runs: Sequence[Run]) -> set[str]:
-    """The config groups whose choice made no difference: graphs, where none ran in any of the runs,
-    as on a CPU."""
+    """The config groups whose choice made no difference: "cudagraph" if no run used graphs, as on
+    a CPU."""
     return {"cudagraph"} if all(ran_without_graphs(run.summary) for run in runs) else set()
 
 
@@ -125,7 +125,7 @@ def _without(groups: Set[str], settings: Mapping[str, object]) -> dict[str, obje
 
 
 def by_key(items: Iterable[T], keys: Iterable[K]) -> dict[K, list[T]]:
-    """Items of equal keys together, in the order in which keys are first seen."""
+    """Items by key, in the order in which the keys are first seen."""
     groups: dict[K, list[T]] = {}
     for item, key in zip(items, keys, strict=True):
         groups.setdefault(key, []).append(item)
@@ -133,19 +133,19 @@ def by_key(items: Iterable[T], keys: Iterable[K]) -> dict[K, list[T]]:
 
 
 def known_to_all(found: Sequence[Mapping[str, object]]) -> list[str]:
-    """The keys that every one of several settings has: others are of some versions alone."""
+    """The keys that all mappings have; the other keys exist in some versions only."""
     return [key for key in found[0] if all(key in each for each in found)] if found else []
 
 
 def differing_keys(found: Sequence[Mapping[str, object]]) -> list[str]:
-    """The keys whose values, as text, are not the same in all of several settings."""
+    """The keys whose values, as text, are not equal in all mappings."""
     keys = dict.fromkeys(key for each in found for key in each)
     return [key for key in keys if len({str(each.get(key)) for each in found}) > 1]
 
 
 def differing_settings(runs: Sequence[Run]) -> list[str]:
-    """The keys for `Run.setting` in which runs differ, apart from those that repeats may differ in;
-    those of a split are one."""
+    """The keys for `Run.setting` in which runs differ, without those of POOLED; the keys of a split
+    count as one key, "parallelism"."""
     settings = (key for run in runs for key in run.settings)
     keys = dict.fromkeys("parallelism" if key in SPLIT else key for key in settings)
     asked = [key for key in keys if key.partition(".")[0] not in POOLED]
@@ -153,7 +153,8 @@ def differing_settings(runs: Sequence[Run]) -> list[str]:
 
 
 def labels_of(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Names of runs, with settings in which runs of the same name differ: "…, tp2, check=True"."""
+    """Labels of runs: their names, and the settings in which runs of the same name differ, as in
+    "gemma4_mtp, K=3, tp2, check=True"."""
     found = list(zip(names, runs, strict=True))
     keys = {
         name: _telling([run for its, run in found if its == name]) for name in dict.fromkeys(names)
@@ -162,8 +163,8 @@ def labels_of(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def _telling(runs: Sequence[Run]) -> list[str]:
-    """The first MAX_TOLD settings in which runs differ, and others that tell runs apart for which
-    these are equal. A key that only one version knows is none."""
+    """Keys of the first MAX_TOLD settings in which runs differ, and of further settings that tell
+    apart runs with equal values of these. Keys that some runs lack are left out."""
     keys: list[str] = []
     for key in differing_settings(runs):
         if key != "parallelism" and not all(key in run.settings for run in runs):
@@ -179,7 +180,7 @@ def _num_told(runs: Sequence[Run], keys: Sequence[str]) -> int:
 
 
 def _told(run: Run, keys: Sequence[str]) -> list[str]:
-    """ "max_num_seqs=7", "engine=vllm", "tp2"."""
+    """Settings of a run as text, such as "max_num_seqs=7", "engine=vllm" or "tp2"."""
     names = [key.removesuffix(".name").rpartition(".")[2] for key in keys]
     return [
         str(run.setting(key)) if key == "parallelism" else f"{name}={run.setting(key)}"
@@ -188,7 +189,7 @@ def _told(run: Run, keys: Sequence[str]) -> list[str]:
 
 
 def _method(run: Run) -> str:
-    """ "gemma4_mtp, K=3"."""
+    """Method and K of a run, such as "gemma4_mtp, K=3"."""
     drafts = drafts_of(run.summary)
     return ", ".join([run.summary["method"], *([f"K={drafts}"] if drafts else [])])
 
@@ -197,9 +198,9 @@ def _method(run: Run) -> str:
 
 
 def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
-    """A key for each run: equal where setup and load are.
+    """A key for each run; keys are equal where setup and load are equal.
 
-    A setting that only some versions know, and so only some runs have, does not count.
+    Settings that only some versions know, and so only some runs have, do not count.
 
     Args:
         load: whether the load counts.
@@ -211,7 +212,7 @@ def baseline_keys(runs: Sequence[Run], *, load: bool = True) -> list[str]:
 
 
 def setup_titles(firsts: Sequence[Run]) -> list[str]:
-    """The settings that tell setups of runs apart: "tp2", "engine vllm"."""
+    """Titles with the settings that tell the setups of runs apart, such as "tp2, engine vllm"."""
     found = [_settings(run, load=False) for run in firsts]
     keys = [key for key in differing_keys(found) if key in SETUP]
     setups = [str([each.get(key) for key in SETUP]) for each in found]
@@ -243,10 +244,10 @@ def _part(key: str, value: object) -> str:
 
 
 def check_alike(jobs: Sequence[Job]) -> None:
-    """Refuse jobs of other targets, sampling or prompts, and runs without a baseline.
+    """Refuse jobs that differ in target, sampling or prompts, and runs without a baseline.
 
     Raises:
-        ConfigurationError: naming both runs and the difference.
+        ConfigurationError: the message names the run or runs, and the difference.
     """
     runs = [(job, run) for job in jobs for run in job.runs]
     if len(runs) < 2:

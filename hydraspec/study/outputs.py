@@ -1,5 +1,5 @@
-"""The gate's checks of outputs: errors, lossless verdicts, and the test of sampled outputs, which
-need no statistics of their own.
+"""The gate's checks of outputs that need no further statistics: errors, lossless verdicts, and the
+test of sampled outputs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ SAMPLED = "distribution of sampled outputs"
 
 
 def broken(job: Job, reference: Job) -> Iterator[str]:
-    """Sentences on outputs that are worse than the reference's."""
+    """Yields sentences on outputs that are worse than the reference's."""
     yield from _errors(job, reference)
     yield from _verdict(job, reference)
     yield from _distribution(job, reference)
 
 
 def untold(job: Job) -> Iterator[str]:
-    """A note on tests of sampled outputs that have no power: they prove nothing."""
+    """Yields a note where the tests of sampled outputs have no power, and so prove nothing."""
     if _lowest_p(job) is not None and not _is_told(job):
         yield f"{SAMPLED}: cannot tell, they hardly vary; {MORE_VARIED} has them vary"
 
 
 def _errors(job: Job, reference: Job) -> Iterator[str]:
-    """Requests that the baseline finished and these runs did not."""
+    """Yields a sentence per category on failed requests that all baseline runs finished."""
     finished = set.intersection(*(_ended(run, with_error=False) for run in reference.runs))
     failed = set.union(*(_ended(run, with_error=True) for run in job.runs)) & finished
     categories = {key_of(row): row["category"] for row in job.runs[0].rows}
@@ -46,7 +46,7 @@ def _ended(run: Run, *, with_error: bool) -> set[Key]:
 
 
 def _verdict(job: Job, reference: Job) -> Iterator[str]:
-    """A lossless verdict that has become diverged, or is no longer reached."""
+    """Yields a sentence where a verdict became "diverged", or outputs are no longer checked."""
     was, now = _verdicts(reference), _verdicts(job)
     if "diverged" in now and "diverged" not in was:
         yield f"verdict: diverged, was {' and '.join(sorted(was))}"
@@ -59,7 +59,8 @@ def _verdicts(job: Job) -> set[str]:
 
 
 def _distribution(job: Job, reference: Job) -> Iterator[str]:
-    """Another distribution of sampled outputs, at its test's own level, or a missing test."""
+    """Yields a sentence where sampled outputs have another distribution, at the level of their
+    test, or are no longer tested."""
     was, now = _lowest_p(reference), _lowest_p(job)
     before = f"had p = {was:.2g}" if was is not None and _is_told(reference) else None
     if now is None:
@@ -71,13 +72,13 @@ def _distribution(job: Job, reference: Job) -> Iterator[str]:
 
 
 def _is_told(job: Job) -> bool:
-    """Returns whether the test of a run's sampled outputs has power, or failed."""
+    """Returns whether a test of the runs' sampled outputs has power, or found a difference."""
     tests = [run.summary["lossless"].get("distribution") for run in job.runs]
     return any(test and distribution_says(test) != "cannot_tell" for test in tests)
 
 
 def _lowest_p(job: Job) -> float | None:
-    """The lowest p of a job's runs times their number; None where none was tested."""
+    """The lowest p-value of a job's tests times their number; None where no run was tested."""
     lossless = [run.summary["lossless"] for run in job.runs]
     found = [test["p"] for each in lossless if (test := each.get("distribution"))]
     return min(1.0, min(found) * len(found)) if found else None

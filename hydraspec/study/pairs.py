@@ -1,4 +1,4 @@
-"""Figures of two jobs over the same requests, paired: speed, acceptance and accuracy."""
+"""Paired figures of two jobs over the same requests: speed, acceptance and accuracy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Says = Literal["better", "worse", "cannot_tell"]
 RankedBy = Literal["speedup", "tokens_per_second"]
 Measure = Literal[RankedBy, "acceptance_length", "accuracy"]
 ALL = ""  # the scope of a figure over all requests; other scopes are categories
-METHOD, BASELINE = slice(0, 2), slice(2, 4)  # columns of `Pairs`: tokens and ms
-ACCEPTANCE = slice(4, 6)  # tokens of verifications (accepted and the one after), verifications
-CORRECT = 6  # 1, 0 or NaN
-STEPS = slice(7, 9)  # decode steps of the job and of its baseline; NaN in earlier versions
-# Columns of each measure, and the signs with which they make its figure.
+METHOD, BASELINE = slice(0, 2), slice(2, 4)  # columns of `Pairs`: tokens and milliseconds
+ACCEPTANCE = slice(4, 6)  # columns: tokens of verifications (accepted and one more), verifications
+CORRECT = 6  # column: 1, 0, or NaN where not scored
+STEPS = slice(7, 9)  # columns: decode steps of the job and of its baseline; NaN in earlier versions
+# Columns of each measure, and the signs of their exponents in the figure.
 COLUMNS: dict[Measure, tuple[slice, tuple[int, ...]]] = {
     "tokens_per_second": (METHOD, (1, -1)),
     "speedup": (slice(METHOD.start, BASELINE.stop), SPEEDUP),
@@ -46,10 +46,10 @@ PER_SECOND = 1000.0  # tokens per millisecond → per second
 
 @dataclass(slots=True, kw_only=True)
 class Pairs:
-    """The requests that two jobs finished, paired: values [R, 9] of each.
+    """Requests that two jobs finished, paired: R rows, with values [R, 9] in `job` and `reference`.
 
-    Repeats on both sides follow each other in slots, a repeat of each side in every slot, so that
-    what differs between repeats is seen; further repeats of one side are added up in its slots.
+    The rows are `num_slots` slots, one after the other. A slot has one repeat of each request from
+    both jobs, so that differences between repeats show; surplus repeats of one job are added up.
     """
 
     keys: list[Key]
@@ -59,7 +59,7 @@ class Pairs:
     num_slots: int
 
     def of(self, scope: str) -> Pairs:
-        """The requests of one category, or ALL."""
+        """The pairs of one category, or all pairs for ALL."""
         if scope == ALL:
             return self
         chosen = [i for i, name in enumerate(self.categories) if name == scope]
@@ -72,7 +72,7 @@ class Pairs:
         )
 
     def scopes(self) -> list[str]:
-        """ALL, and the categories in order."""
+        """ALL, then the categories in order."""
         return [ALL, *dict.fromkeys(name for name in self.categories if name is not None)]
 
 
@@ -81,10 +81,10 @@ class Figure:
     """A measure of two jobs over all requests or one category.
 
     Attributes:
-        ratio: job / reference; of accuracy only its p-value and number of requests.
-        p_adjusted: after Holm's correction over the family: the same measure of all jobs, and
-            separately of all categories of all jobs.
-        level: of significance that a single comparison of the family may have to pass.
+        ratio: job / reference; for accuracy only the p-value and the number of requests are known.
+        p_adjusted: p-value after Holm's correction over a family: this measure of all jobs over all
+            requests, or of all jobs in all categories.
+        level: the significance level that a single comparison of the family may have to reach.
     """
 
     measure: Measure
@@ -97,7 +97,7 @@ class Figure:
 
     @property
     def says(self) -> Says:
-        """Better or worse than the reference, where that is told."""
+        """Verdict on the job against the reference at LEVEL: "better", "worse" or "cannot_tell"."""
         if self.p_adjusted is None or self.p_adjusted > LEVEL:
             return "cannot_tell"
         if self.job is None or self.reference is None:
@@ -106,7 +106,7 @@ class Figure:
 
 
 def paired(job: Job, reference: Job) -> Pairs:
-    """Both jobs' requests, paired by id and prompt; a job with itself gives its own figures."""
+    """The requests of two jobs, paired by id and prompt; a job may be paired with itself."""
     mine, theirs = _by_key(job), _by_key(reference)
     slots = {key: min(len(mine[key]), len(theirs[key])) for key in mine if key in theirs}
     num_slots = max(slots.values(), default=0)
@@ -144,7 +144,8 @@ def _by_key(job: Job) -> dict[Key, list[tuple[str | None, Array]]]:
 
 
 def _values(run: Run, row: Json) -> Array | None:
-    """A request's columns; method=none is its own baseline. None where a side did not finish it."""
+    """The values [9] of a request; None where job or baseline did not finish the request. A run
+    without drafts is its own baseline."""
     baseline = row if run.summary["method"] == "none" else row["baseline"]
     if baseline is None or "error" in (row["finish_reason"], baseline["finish_reason"]):
         return None
@@ -161,7 +162,7 @@ def _values(run: Run, row: Json) -> Array | None:
 
 
 def accuracy(rows: Array) -> float | None:
-    """The share of scored requests that are correct."""
+    """Share of scored requests in rows [R, 9] that are correct; None without scored requests."""
     scored = rows[~np.isnan(rows[:, CORRECT]), CORRECT]
     return float(scored.mean()) if scored.size else None
 
@@ -169,7 +170,8 @@ def accuracy(rows: Array) -> float | None:
 def own_figure(
     job: Job, pairs: Pairs, measure: Measure, scope: str, costs: JobCosts | None = None
 ) -> PairedRatio:
-    """A measure of one job with its interval, not accuracy; `pairs` are the job's with itself."""
+    """A measure of one job, other than accuracy, with its interval. `pairs` are of the job with
+    itself; with `costs` a speedup is made from costs of steps instead of timings."""
     part, signs = COLUMNS[measure]
     chosen = pairs.of(scope)
     if measure == "speedup" and costs is not None:
@@ -191,13 +193,12 @@ def figures(
     with_tokens_per_second: bool = False,
     costs: JobCosts | None = None,
 ) -> list[Figure]:
-    """Every measure that both have, over all requests and by category; p-values are not corrected
-    yet.
+    """Every measure that both jobs have, over all requests and by category, with p-values that are
+    not corrected yet.
 
     Args:
-        with_tokens_per_second: also the throughputs as measured, which a machine that changes
-            between two jobs changes too.
-        costs: of the steps of both; None: speedups are those of the timings.
+        with_tokens_per_second: also give throughputs as measured, which change with the machine.
+        costs: costs of the jobs' steps, from which speedups are made; None: from timings.
     """
     pairs, at_once = paired(job, reference), _at_once(job, reference)
     found = []
@@ -232,8 +233,8 @@ def figures(
 def _ratio(
     pairs: Pairs, values: Array, signs: Sequence[int], measure: Measure, at_once: int
 ) -> PairedRatio:
-    """The ratio of values [R, C]. Its error is that over prompts, repeats of each added up; where
-    speed was measured in several repeats, at least that over all of them, one after the other."""
+    """The ratio of sums of `values` [R, C] with `signs` [C]. Its error is that over prompts, with
+    repeats added up; for speed it is at least the error over all repeats in turn."""
     order = balanced(pairs.categories)
     keys, values = [pairs.keys[i] for i in order], values[order]
     places = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -249,8 +250,8 @@ def _ratio(
 
 
 def _costed(pairs: Pairs, sides: Sequence[Array], costs: CostRatio) -> PairedRatio:
-    """The speedup of the first of `sides` over 1, or over that of the second: tokens per step by
-    prompt, repeats of each added up, and the ratio of step costs."""
+    """The speedup of the first of `sides` [R, 9], or its ratio to the speedup of the second: tokens
+    per step by prompt, repeats of each added up, times the ratio of step costs."""
     signs = (*SPEEDUP, *(-sign for sign in SPEEDUP))[: 4 * len(sides)]
     category = dict(zip(pairs.keys, pairs.categories, strict=True))
     places = {key: i for i, key in enumerate(category)}
@@ -268,7 +269,7 @@ def _costed(pairs: Pairs, sides: Sequence[Array], costs: CostRatio) -> PairedRat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFigures:
-    """A request in both jobs; a figure is null where a job has none for it."""
+    """A request in two jobs; a figure is None where a job lacks it for this request."""
 
     id: str
     category: str | None
@@ -278,7 +279,8 @@ class RequestFigures:
 
 
 def slowest_requests(job: Job, reference: Job, *, count: int) -> list[RequestFigures]:
-    """The requests whose speedup is lowest against the reference's, lowest first."""
+    """The `count` requests with the lowest ratio of the job's speedup to the reference's, lowest
+    first."""
     pairs = paired(job, reference)
     part, signs = COLUMNS["speedup"]
     lengths, rate = COLUMNS["acceptance_length"]
@@ -306,7 +308,7 @@ def _rate(rows: Array, signs: Sequence[int], unit: float = 1.0) -> float | None:
 
 
 def _accuracy_figure(scope: str, a: Array, b: Array) -> Figure:
-    """Accuracy by the exact sign test over requests of which one job only is right."""
+    """Figure of accuracy, by the exact sign test over requests in which only one job is right."""
     scored = ~np.isnan(a[:, CORRECT]) & ~np.isnan(b[:, CORRECT])
     a, b = a[scored], b[scored]
     only_job = int(((a[:, CORRECT] == 1) & (b[:, CORRECT] == 0)).sum())
@@ -319,7 +321,7 @@ def _accuracy_figure(scope: str, a: Array, b: Array) -> Figure:
 
 
 def _at_once(*jobs: Job) -> int:
-    """Requests that share steps; all where concurrency has no limit."""
+    """Number of requests that share steps: the concurrency, or all requests without a limit."""
     sizes = [job.summary["concurrency"] or job.summary["num_requests"] for job in jobs]
     return max(1, *sizes)
 
@@ -331,7 +333,7 @@ def corrected(
     all jobs and categories.
 
     Args:
-        num_pairs: comparisons of jobs that could have been looked at, if more than these.
+        num_pairs: number of possible comparisons of jobs, if more than those in `pairs`.
     """
     out: dict[str, list[Figure]] = {name: [] for name in pairs}
     families: dict[tuple[str, bool], list[tuple[str, Figure]]] = {}

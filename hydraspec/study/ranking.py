@@ -1,5 +1,5 @@
 """Figures of jobs, and jobs ranked by paired speedup, or by tokens per second where they share no
-baseline: what cannot be told from the best, and the machine's drift.
+baseline; jobs that cannot be told from the best, and drift of the machine.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from hydraspec.study.pairs import (
     slowest_requests,
 )
 
-BEST, EQUAL = "*", "="  # marks of the best job, and of those that cannot be told from it
-NUM_SLOWEST = 10  # requests that are listed of each job
-DRIFT = 1.1  # between the slowest and the fastest baseline, beyond which it is said
+BEST, EQUAL = "*", "="  # marks: the best job, and jobs that cannot be told from it
+NUM_SLOWEST = 10  # requests listed for each job
+DRIFT = 1.1  # fastest / slowest baseline, beyond which drift is reported
 ByScope = Mapping[str, Interval | None]  # ALL or a category → a figure
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Speeds:
-    """Decode throughput of all users together, and of one: 1000 / its ms per output token."""
+    """Decode throughput of all users together, and of one user: 1000 / ms per output token."""
 
     tokens_per_second: float | None
     tokens_per_second_per_user: float | None
@@ -47,18 +47,18 @@ class Speeds:
 
 @dataclass(slots=True, kw_only=True)
 class JobFigures:
-    """The figures of one job, of a single run or of pooled ones.
+    """The figures of one job, over one run or several pooled runs.
 
     Attributes:
-        speedups, lengths, throughputs: throughputs are in tokens per second, and there only where
-            these rank.
-        accuracy, baseline_tokens_per_second: over the requests of all its runs; None of a job that
+        speedups, lengths, throughputs: by scope; lengths are acceptance lengths, throughputs are
+            tokens per second, and empty unless they rank the jobs.
+        accuracy, baseline_tokens_per_second: over the requests of all runs; None for a job that
             is not compared.
-        rank: from 1; None of a job without a rank.
-        versus, slowest: against the reference, and the requests that lost most; empty for the
-            reference.
-        gain: the speedup over all requests, with what more requests would tell.
-        told_from_best: whether it differs from the best job beyond noise, in the ranking's measure.
+        rank: from 1; None for a job without a rank.
+        versus, slowest: figures against the reference, and the requests that lost most; empty for
+            the reference.
+        gain: the speedup over all requests, with its error and p-value.
+        told_from_best: whether the ranking's measure differs significantly from the best job's.
     """
 
     job: Job
@@ -75,31 +75,32 @@ class JobFigures:
 
     @property
     def mark(self) -> str:
-        """BEST, EQUAL or nothing."""
+        """BEST for rank 1, EQUAL if not told from the best job, "" otherwise or without a rank."""
         if self.rank is None:
             return ""
         return BEST if self.rank == 1 else "" if self.told_from_best else EQUAL
 
     @property
     def speedup(self) -> float:
-        """The speedup over all requests; 0 where it is not known."""
+        """Mean speedup over all requests; 0 where it is not known."""
         speed = self.speedups[ALL]
         return speed["mean"] if speed else 0.0
 
     @property
     def speeds(self) -> Speeds:
-        """The means of its runs' throughputs."""
+        """Means of the throughputs of the job's runs."""
         return speeds_of([run.summary for run in self.job.runs])
 
     @property
     def own_baseline(self) -> Speeds:
-        """The speeds of its runs without drafts; null where they have no baseline."""
+        """Means of the baseline throughputs of the job's runs; None values without a baseline."""
         sides = [run.summary if run.is_plain else run.summary["baseline"] for run in self.job.runs]
         return speeds_of([side for side in sides if side])
 
     @property
     def by_position(self) -> list[float | None]:
-        """Accepted at each position / drafts, over all its runs."""
+        """Accepted / verifications at each draft position [K], over all runs of the job; values are
+        None without verifications."""
         rows = [row for run in self.job.runs for row in run.rows]
         counts = zip_longest(*(row["accepted_per_position"] for row in rows), fillvalue=0)
         num_drafts = sum(row["num_drafts"] for row in rows)
@@ -112,17 +113,17 @@ class JobFigures:
         return {name: ms for name, ms in found if ms is not None}
 
     def against(self, measure: str, scope: str = ALL) -> Figure | None:
-        """The figure of a measure against the reference."""
+        """The figure of a measure against the reference; None if there is none."""
         wanted = (measure, scope)
         return next((f for f in self.versus if (f.measure, f.scope) == wanted), None)
 
     def own(self, measure: RankedBy) -> Interval | None:
-        """Its speedup or its tokens per second, over all requests."""
+        """The job's speedup or tokens per second over all requests; None if not known."""
         return (self.speedups if measure == "speedup" else self.throughputs)[ALL]
 
 
 def speeds_of(sides: Sequence[Summary | Baseline]) -> Speeds:
-    """Means over the runs of a job, of its method or of its baseline."""
+    """Mean throughputs over the runs of a job; `sides` are their figures, of method or baseline."""
     totals = [total for side in sides if (total := side["output_tokens_per_second"])]
     waits = [wait for side in sides if (wait := side["time_per_output_token_ms"])]
     return Speeds(
@@ -132,7 +133,7 @@ def speeds_of(sides: Sequence[Summary | Baseline]) -> Speeds:
 
 
 def from_summary(job: Job) -> JobFigures:
-    """The figures that the summary of a job's first run has."""
+    """The figures of a job as the summary of its first run has them."""
     summary = job.summary
     categories = summary["by_category"].items()
     lengths = {name: _known(of["acceptance_length"]) for name, of in categories}
@@ -149,7 +150,7 @@ def _known(length: Length | AcceptanceLength) -> Interval | None:
 
 
 def from_requests(job: Job, by: RankedBy = "speedup", costs: JobCosts | None = None) -> JobFigures:
-    """The figures over the requests of all runs of a job, which have a baseline each."""
+    """The figures of a job over the requests of all its runs, each of which needs a baseline."""
     pairs = paired(job, job)
     scopes = pairs.scopes()
 
@@ -176,16 +177,16 @@ def from_requests(job: Job, by: RankedBy = "speedup", costs: JobCosts | None = N
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """Jobs over the same prompts, with the one that the others are compared with.
+    """Jobs over the same prompts, and the reference with which the other jobs are compared.
 
     Attributes:
         jobs: best first where they are ranked, else in the order of their folders.
-        by: what ranks them: speedups, each over the job's own baseline, or tokens per second as
-            measured, where baselines are of other devices, engines or settings.
-        reference: None where the jobs are not ranked: there is one, or `unranked` says why.
-        smallest_effect: share of the speed that matters; None: as the runs have it.
-        family, load, setup: "", or what tells it from other groups: target, sampling and prompts;
-            requests at once; split, device, engine and settings that its baseline depends on.
+        by: the measure that ranks: speedup over the job's own baseline, or tokens per second as
+            measured, where baselines are of several devices, engines or settings.
+        reference: None where jobs are not ranked: there is one job, or `unranked` says why.
+        smallest_effect: smallest share of the speed that matters; None: as the runs have it.
+        family, load, setup: words that tell the group from others, or "": target, sampling and
+            prompts; load; split, device, engine and settings of the baseline.
     """
 
     jobs: Sequence[JobFigures]
@@ -199,7 +200,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """The settings that tell it from other groups; empty where it is the only one."""
+        """The settings that tell the group from others; empty for the only group."""
         return ", ".join(part for part in (self.family, self.load, self.setup) if part)
 
     @property
@@ -209,12 +210,12 @@ class Group:
 
     @property
     def scopes(self) -> list[str]:
-        """ALL and the categories."""
+        """ALL, then the categories of the jobs."""
         return list(dict.fromkeys(scope for each in self.jobs for scope in each.lengths))
 
     def drift(self) -> tuple[JobFigures, JobFigures] | None:
-        """The jobs in which their common baseline was slowest and fastest, if that differs by
-        DRIFT; of several such baselines, of the one that differs most."""
+        """The jobs in which a common baseline was slowest and fastest, for the baseline where these
+        differ most; None unless they differ by more than the factor DRIFT."""
         known = [each for each in self.jobs if each.baseline_tokens_per_second]
         groups = by_key(known, baseline_keys([each.job.runs[0] for each in known]))
         ends = [(min(group, key=_baseline), max(group, key=_baseline)) for group in groups.values()]
@@ -227,8 +228,8 @@ def _baseline(each: JobFigures) -> float:
 
 
 def fitting_measure(jobs: Sequence[Job]) -> RankedBy:
-    """The measure that tells which job is faster: "speedup" where all share a baseline, which
-    cancels the machine, else "tokens_per_second"."""
+    """The measure that tells which job is faster: "speedup" where all jobs share a setup, so that
+    the machine cancels, else "tokens_per_second"."""
     keys = baseline_keys([job.runs[0] for job in jobs], load=False)
     return "speedup" if len(set(keys)) == 1 else "tokens_per_second"
 
@@ -237,8 +238,8 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
     """Rank jobs that are alike (`jobs.check_alike`) by their paired speedup or throughput.
 
     Args:
-        reference: what the others are compared with; the best job without one. Against the best,
-            which the figures chose, as many tests count as there are pairs of jobs.
+        reference: the job with which the others are compared; None: the best job. Since the figures
+            choose the best, Holm's correction then counts a test for each pair of jobs.
     """
     costs = job_costs(jobs)
     made = [from_requests(job, by, costs) for job in jobs]

@@ -1,6 +1,6 @@
 """report.html: one self-contained page about one run.
 
-Shows the summary's figures and computes none; templates/run.html has the words.
+The page shows the figures of the summary and computes none; templates/run.html has the texts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hydraspec.study.samples import Sample
 from hydraspec.study.texts import TOO_FEW, milliseconds, number, percent
 from hydraspec.study.worst import WorstRequest
 
-# What an assessment says → kind and what to do.
+# What an assessment says → kind, and what to do.
 ASSESSMENTS: dict[str, tuple[Kind, str]] = {
     "worth_it": (
         "good",
@@ -77,7 +77,7 @@ def render(
     worst: Sequence[WorstRequest],
     made: str,
 ) -> str:
-    """The page. `made` says when and on what."""
+    """The HTML of the page. `resolved` is the configuration, `made` has time and versions."""
     sides = [Column(name=summary["method"], figures=summary, color=METHOD)]
     if summary["baseline"]:
         sides.append(Column(name="none (baseline)", figures=summary["baseline"], color=BASELINE))
@@ -114,7 +114,7 @@ def render(
 
 
 def _answer(summary: Summary) -> Verdict:
-    """Whether the run's drafts are worth it, or why that is not known; and what to do."""
+    """Verdict on whether the run's drafts are worth it or why this is not known; what to do."""
     assessment = summary["assessment"]
     if summary["status"] != "ok":
         ended = f"{summary['num_requests']} of {summary['num_requests_in_workload']} requests ended"
@@ -179,7 +179,8 @@ def _by_position(summary: Summary) -> Chart:
 
 
 def _by_drafts(summary: Summary) -> Chart | None:
-    """Bars of the share of decode steps with 0, 1, … K drafts; None where K is fixed."""
+    """Chart of the share of decode steps with each number of drafts, 0 to K; None where K is
+    fixed."""
     used = summary.get("num_speculative_tokens_used")
     if not used:
         return None
@@ -231,7 +232,7 @@ def _throughput(sides: Sequence[Column]) -> Chart | None:
 
 
 def _breakdown(sides: Sequence[Column], phases: Mapping[str, str]) -> Chart:
-    """`phases` are the measured ones with their colours."""
+    """Chart of mean milliseconds per step by phase; `phases` has the colours of measured phases."""
     stacks = []
     for side in sides:
         times = side.figures["time_breakdown_ms"]

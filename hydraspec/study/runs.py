@@ -1,4 +1,4 @@
-"""Run folders, read: the summary, the requests and the settings of each run."""
+"""Reading of run folders: the summary, the requests and the settings of each run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.step_costs import Block, StepCostsFile
 from hydraspec.metrics.summary import Summary
 
-# Keys that say where or how often the same thing ran: runs that differ in these alone are pooled.
+# Settings in which repeats may differ: runs that differ in these alone are pooled.
 POOLED = ("seed", "tracker", "metrics", "warnings")
-SIDES = ("method", "baseline")  # of step_costs.json
+SIDES = ("method", "baseline")  # keys of step_costs.json
 Key = tuple[str, tuple[object, ...]]  # a request's id and its prompt
 
 
 class BaselineRow(TypedDict):
-    """A request of the run without drafts, as far as it is read."""
+    """The fields that are read of a request's run without drafts."""
 
     finish_reason: str
     decode_tokens: int
@@ -45,7 +45,7 @@ class BaselineRow(TypedDict):
 
 
 class Row(TypedDict):
-    """A line of requests.jsonl, as far as it is read."""
+    """The fields that are read of a line of requests.jsonl."""
 
     id: str
     category: str | None
@@ -62,12 +62,13 @@ class Row(TypedDict):
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A run's folder, read.
+    """The contents of a run's folder.
 
     Attributes:
-        rows: the lines of its requests.jsonl, in order.
+        rows: the lines of requests.jsonl, in order.
         settings: config.yaml with dotted keys.
-        blocks: decode steps of each side, as step_costs.json has them; empty in earlier versions.
+        commit: the state of the Git checkout, from env.json; None if not known.
+        blocks: decode steps of each side, from step_costs.json; empty in earlier versions.
     """
 
     folder: Path
@@ -84,12 +85,12 @@ class Run:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the run decodes without drafts: it is its own baseline."""
+        """Returns whether the run decodes without drafts, and so is its own baseline."""
         return self.summary["method"] == "none"
 
     @property
     def has_baseline(self) -> bool:
-        """Returns whether the run's speed can be told from the machine's."""
+        """Returns whether the speed without drafts was measured, so that the machine cancels."""
         return self.is_plain or self.summary["baseline"] is not None
 
     @property
@@ -98,7 +99,7 @@ class Run:
         return any(row["finish_reason"] != "error" for row in self.rows)
 
     def setting(self, key: str) -> object:
-        """A setting of config.yaml; "parallelism" is its split in words."""
+        """A setting of config.yaml, None if missing; "parallelism" gives the split in words."""
         if key != "parallelism":
             return self.settings.get(key)
         return split_words(self.summary.get(key)) or self.settings.get(f"{key}.name")
@@ -110,12 +111,12 @@ class Run:
 
 
 def refuse(what: object, problem: str, *, allowed: str, remedy: str) -> ConfigurationError:
-    """The one message about folders that cannot be compared (exit status 2)."""
+    """The error for folders that cannot be read or compared (exit status 2)."""
     return ConfigurationError(f"{what}: {problem}\n  allowed: {allowed}\n  to do: {remedy}")
 
 
 def check_baseline(run: Run) -> None:
-    """Refuse a run whose speed has nothing beside it."""
+    """Refuse a run without a baseline to compare its speed with."""
     if not run.has_baseline:
         raise refuse(
             run.folder,
@@ -126,10 +127,11 @@ def check_baseline(run: Run) -> None:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in these folders; a sweep's folder stands for its jobs.
+    """The runs in these folders; a sweep's folder stands for its jobs. Jobs that took over another
+    job's result are left out, unless there are no others.
 
     Raises:
-        ConfigurationError: a path that is no run or sweep, or a run that cannot be compared.
+        ConfigurationError: a path is no run or sweep, or a run cannot be read.
     """
     allowed, remedy = "folders of runs, or of sweeps", "give the folder with summary.json in it"
     found: dict[Path, Run] = {}
@@ -158,7 +160,7 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
     Raises:
-        ConfigurationError: naming the file that is missing, damaged or older than this.
+        ConfigurationError: a file is missing, damaged or of an older version; the message names it.
     """
     allowed = "folders of finished runs"
     if not (folder / SUMMARY).is_file():
@@ -190,7 +192,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_blocks(folder: Path) -> dict[str, list[Block]]:
-    """The content of step_costs.json; empty where there is none."""
+    """The blocks of step_costs.json by side; empty where there is no such file."""
     if not (folder / STEP_COSTS).is_file():
         return {}
     found = read_object(folder / STEP_COSTS)
@@ -211,13 +213,13 @@ def _read_blocks(folder: Path) -> dict[str, list[Block]]:
 
 
 def ran_without_graphs(summary: Summary) -> bool:
-    """Returns whether target and draft ran eagerly; false for summaries that do not say."""
+    """Returns whether target and drafter ran without CUDA graphs; false if the summary lacks it."""
     ran: object = summary.get("cudagraph")
     return isinstance(ran, dict) and ran.get("target") == ran.get("draft") == "none"
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """A run's env.json; empty where it cannot be read."""
+    """The contents of a run's env.json; empty where the file cannot be read."""
     try:
         found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -237,7 +239,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ."""
+    """The last parts of the folders' absolute paths, as few as make the names differ."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]

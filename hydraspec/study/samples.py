@@ -17,7 +17,7 @@ PROMPT_TOKENS = 24
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sample:
-    """A request as the page shows it."""
+    """A request as the page shows it; `error` is None if it completed without one."""
 
     id: str
     tags: Sequence[tuple[str, str]]  # (kind: "good", "bad" or "", text)
@@ -29,8 +29,8 @@ class Sample:
 
 
 class SampleSink(Sink):
-    """Keeps the decode steps of a few requests in memory: the first of each category, then the
-    next ones.
+    """Sink that keeps the decode steps of a few requests in memory: the first request of each
+    category, then further requests in order.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -46,7 +46,7 @@ class SampleSink(Sink):
                     self.steps[part.index].append(part)
 
     def samples(self, rows: Mapping[str, Json]) -> list[Sample]:
-        """The samples of requests that completed; `rows` of requests.jsonl are by id."""
+        """The samples of requests that ended; `rows` has the rows of requests.jsonl by id."""
         return [
             _sample(request, rows[request.id], self.steps[index])
             for index, request in self.requests.items()
@@ -76,8 +76,8 @@ def _tags(request: Request, row: Json) -> list[tuple[str, str]]:
 
 
 def _output_by_step(row: Json, steps: Sequence[RequestStep]) -> list[list[tuple[int, bool]]]:
-    """Output tokens grouped by the step that emitted them, by their place: a step's newest token
-    is number num_computed_tokens.
+    """Output tokens grouped by the step that emitted them, each with whether it is an accepted
+    draft. A step's input token is at `num_computed_tokens`, its first output follows.
     """
     output, num_prompt = row["output_token_ids"], len(row["prompt_token_ids"])
     starts = {step.num_computed_tokens + 1 - num_prompt: step for step in steps}

@@ -1,5 +1,5 @@
-"""Blocks over all runs: warnings, the settings and the environments in which runs differ, and what
-they share.
+"""Blocks over all runs: warnings, the settings in which runs differ, and the environments that they
+share or in which they differ.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from hydraspec.study.jobs import differing_keys, differing_settings
 from hydraspec.study.runs import Run, dotted, read_environment, short_names
 from hydraspec.study.texts import some_of
 
-CHOSEN_FROM = "target.drafters."  # what a target offers; method.checkpoint is what was chosen
+CHOSEN_FROM = "target.drafters."  # drafters of a target; method.checkpoint is the chosen one
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
 
 
 def typed_settings(folder: Path) -> dict[str, str]:
-    """Key and value of each override of a job."""
+    """The overrides of a job by key, without those of Hydra and the tracker; empty where they
+    cannot be read."""
     try:
         overrides = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8")) or []
     except (OSError, yaml.YAMLError):
@@ -31,8 +32,8 @@ def typed_settings(folder: Path) -> dict[str, str]:
 
 
 def typed_labels(folders: Sequence[Path]) -> list[str]:
-    """The settings of each folder that were not typed for all; names of folders where these tell
-    too little."""
+    """Labels of job folders: the overrides in which these differ, or the names of the folders where
+    overrides do not tell all apart."""
     typed = [typed_settings(folder) for folder in folders]
     differing = differing_keys(typed)
     labels = [", ".join(_label(key, one[key]) for key in differing if key in one) for one in typed]
@@ -45,7 +46,7 @@ def _label(key: str, value: str) -> str:
 
 
 def settings(runs: Runs) -> Block | None:
-    """A line per run: the keys of config.yaml in which runs differ."""
+    """Table of the settings of config.yaml in which runs differ, a line per run; else None."""
     found = _all_runs(runs)
     keys = differing_settings([run for _, run in found])
     keys = [key for key in keys if not key.startswith(CHOSEN_FROM)]
@@ -61,7 +62,7 @@ def settings(runs: Runs) -> Block | None:
 
 
 def environments(runs: Runs) -> Block:
-    """The environment that runs share, and a line per run where they differ."""
+    """Block of the environment that runs share, with a table of what differs, a line per run."""
     found = _all_runs(runs)
     read = [_environment(run.folder) for _, run in found]
     differing = differing_keys(read)
@@ -82,7 +83,7 @@ def environments(runs: Runs) -> Block:
 
 
 def _all_runs(runs: Runs) -> list[tuple[str, Run]]:
-    """Names and runs of all jobs, each run once; names are the ends of their paths that differ."""
+    """All runs with their names, which are the ends of their paths that differ."""
     return list(zip(short_names([run.folder for run in runs.runs]), runs.runs, strict=True))
 
 
@@ -98,7 +99,7 @@ def _shown(value: object) -> str:
 
 
 def warned(runs: Runs) -> Block | None:
-    """Each warning once, after the jobs that gave it."""
+    """Block of the warnings, each once, after the jobs that gave it; None without warnings."""
     of: dict[str, dict[str, None]] = {}  # warning -> names of jobs
     for job in runs.jobs:
         for run in job.runs:

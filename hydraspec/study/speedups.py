@@ -1,4 +1,4 @@
-"""The speedups of a group's jobs as a chart, and the colours of jobs and drafters."""
+"""Chart of the speedups of a group's jobs, and the colours of jobs and drafters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ COLOR_OF: dict[Kind, str] = {
 
 
 def kind_of(one: JobFigures, group: Group) -> Kind:
-    """Whether a job is the best one, slower than no drafts, without drafts, or none of these."""
+    """Kind of a job: "plain" without drafts, "bad" if significantly slower than no drafts, "good"
+    if the best job and, where speedup ranks, significantly faster; "" otherwise."""
     if one.job.is_plain:
         return "plain"
     speed = one.speedups[ALL]
@@ -32,8 +33,8 @@ def kind_of(one: JobFigures, group: Group) -> Kind:
 
 
 def speedups(group: Group) -> Block | None:
-    """The speedup of each job over decoding without drafts, with intervals: a line per drafter over
-    K, or bars where K does not vary."""
+    """Chart of each job's speedup over decoding without drafts, with intervals: a line per drafter
+    over K, or bars where K does not vary; None without speedups."""
     over_k = _by_drafts(group)
     chart = over_k or _bars(group)
     if chart is None:
@@ -48,7 +49,8 @@ def speedups(group: Group) -> Block | None:
 
 
 def _by_drafts(group: Group) -> Chart | None:
-    """Lines over K; K that was chosen per step stands at its mean. None with fewer than two Ks."""
+    """Chart of lines over K; a K chosen per step is drawn at its mean. None with fewer than two
+    fixed values of K."""
     lines: dict[tuple[str, bool], list[Spot]] = {}
     for one in group.jobs:
         speed, summary = one.speedups[ALL], one.job.summary
@@ -105,12 +107,12 @@ def _bars(group: Group) -> Chart | None:
 
 
 def drafter_colors(drafters: Iterable[str]) -> dict[str, str]:
-    """A colour for each drafter, the same in every chart of a group."""
+    """The CSS colour of each drafter, the same in every chart of a group."""
     names = sorted(set(drafters))
     return {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
 
 
 def bar_labels(found: Sequence[Job]) -> list[str]:
-    """Text beside the bars of jobs: their labels where these tell them apart, else their titles."""
+    """Text beside the bars of jobs: their labels where these differ, else their titles."""
     is_enough = len({job.label for job in found}) == len(found)
     return [(job.label if is_enough else job.title)[:28] for job in found]

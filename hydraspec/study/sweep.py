@@ -1,6 +1,6 @@
-"""The jobs of a sweep side by side: a table, compare.html and compare.json.
+"""Comparison of the jobs of a sweep: a table, compare.html and compare.json.
 
-Reads run folders and runs nothing.
+This module reads run folders and runs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hydraspec.study.speedups import kind_of
 from hydraspec.study.texts import number, percent, plus_minus
 
 ALWAYS = ("method", "num_speculative_tokens")
-# Typed keys that a summary records under their last name; others are shown as typed.
+# Overrides that a summary records under the last part of their key; others are shown as typed.
 RECORDED = {
     *("target", "target.dtype", "method", "method.num_speculative_tokens", "method.verification"),
     *("method.draft_sampling", "engine", "engine.device", "engine.num_threads", "workload"),
@@ -71,11 +71,11 @@ MARKS = (
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """A job that ran.
+    """A job of the sweep that left a summary.
 
     Attributes:
-        figures: of its job in the ranking; runs that differ in seed share one. None where there is
-            nothing to rank.
+        figures: the figures of its job in the ranking, which runs that differ in seed share; None
+            for a run that did not finish or cannot be read.
     """
 
     folder: Path
@@ -85,29 +85,31 @@ class Row:
 
     @property
     def speedup(self) -> Interval | None:
-        """As the ranking has it, from the step costs of all jobs; of its own run without one."""
+        """The speedup in the ranking, from the step costs of all jobs; unranked, the run's own."""
         own = self.summary["speedup"]
         return self.figures.speedups[ALL] if self.figures and self.rank and own else own
 
     @property
     def rank(self) -> int | None:
-        """Its rank, from 1."""
+        """The rank of the job, from 1; None for a job without a rank."""
         return self.figures.rank if self.figures else None
 
     @property
     def mark(self) -> str:
-        """BEST, EQUAL or nothing."""
+        """BEST, EQUAL or "", as `JobFigures.mark`."""
         return self.figures.mark if self.figures else ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """A sweep's rows, the settings that differ between them, and jobs that left no summary.
+    """A sweep's rows, the settings that differ between them, and the jobs that left no result.
 
     Attributes:
-        skipped: the settings of jobs that were left out, by folder, and why.
-        groups: jobs over the same prompts on the same setup, ranked.
-        unranked: why jobs could not be ranked.
+        columns: names of the settings that differ between rows.
+        unfinished: names of the jobs that left no result and were not skipped.
+        skipped: settings of each skipped job and the reason, by folder.
+        groups: the ranked groups: jobs over the same prompts on the same setup.
+        unranked: the reasons why jobs could not be ranked.
     """
 
     rows: list[Row]
@@ -119,14 +121,15 @@ class Comparison:
 
 
 def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
-    """Print the comparison and write compare.html, .json, .csv and .md into `sweep_dir`.
+    """Print the comparison and write compare.html and .json into `sweep_dir`, and .csv and .md if
+    jobs are ranked; write nothing where no job left a summary.
 
     A job that took over an equal job's result (`reused_from` in its summary) has no row. Jobs over
-    the same prompts on the same setup are ranked by paired speedup; the best is marked, and all
-    that are not significantly worse.
+    the same prompts on the same setup are ranked by paired speedup. The best job is marked, and so
+    are all jobs that are not significantly worse.
 
     Raises:
-        OSError: with the path, if the folder cannot be written.
+        OSError: a file cannot be written; the error has its path.
     """
     found = read(sweep_dir)
     console = console or table_console(WIDE)
@@ -148,7 +151,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
 
 
 def read(sweep_dir: Path) -> Comparison:
-    """The jobs of a sweep folder, with the rankings of those that can be compared."""
+    """The jobs of a sweep folder, with the rankings of the jobs that can be compared."""
     rows = []
     for folder in sorted((f for f in sweep_dir.iterdir() if f.is_dir()), key=job_number):
         summary = read_summary(folder)
@@ -178,7 +181,7 @@ def read(sweep_dir: Path) -> Comparison:
 
 
 def _readable(rows: Sequence[Row]) -> tuple[list[Run], list[str]]:
-    """The finished runs, and why others cannot be read."""
+    """The runs that finished, and sentences on runs that cannot be read."""
     runs, refused = [], []
     for row in rows:
         if row.summary["status"] != "ok":
@@ -191,7 +194,7 @@ def _readable(rows: Sequence[Row]) -> tuple[list[Run], list[str]]:
 
 
 def _name(key: str) -> str:
-    """The column of a typed key."""
+    """The name of the column for an override's key."""
     return key.rpartition(".")[2] if key in RECORDED else key
 
 
@@ -203,7 +206,7 @@ def _settings(summary: Summary, typed: Mapping[str, str]) -> dict[str, object]:
         name = _name(key)
         if key in RECORDED:
             settings.setdefault(name, summary.get(name, value))
-        else:  # "baseline" and "cudagraph" are more in a summary than what was typed
+        else:  # "baseline" and "cudagraph" hold other values in a summary
             settings.setdefault(key, value)
     return settings
 
@@ -258,7 +261,8 @@ def _figure_cells(row: Row) -> Iterator[str]:
 
 
 def _verdict(summary: Summary) -> str:
-    """The verdict on greedy requests, and on sampled ones where their distribution was tested."""
+    """Cell with the verdict on greedy requests, and on sampled ones if their distribution was
+    tested."""
     greedy = summary["lossless"]["verdict"].replace("not_checked", "-")
     if (sampled := summary["lossless"].get("distribution")) is None:
         return greedy
@@ -275,7 +279,7 @@ def _latency_cells(summary: Summary) -> list[str]:
 
 def _shown(column: str, value: object) -> str:
     if column == "parallelism":
-        value = split_words(value) or value  # of an older run: as typed
+        value = split_words(value) or value  # of an older version: as typed
     return "-" if value is None else str(value)
 
 
@@ -291,7 +295,7 @@ def _notes(found: Comparison) -> list[str]:
 
 
 def _answers(found: Comparison) -> list[Verdict]:
-    """The answer for each ranking."""
+    """The verdicts on the ranked groups."""
     return [verdict(group) for group in found.groups]
 
 
@@ -333,7 +337,7 @@ def _as_record(row: Row, columns: Sequence[str]) -> Json:
 
 
 def _are_ranked(found: Comparison) -> bool:
-    """Returns whether the tables of the rankings have all rows with their figures."""
+    """Returns whether the tables of the rankings show all rows with all figures."""
     ranked = [run.folder for group in found.groups for one in group.jobs for run in one.job.runs]
     has_latencies = any(row.summary.get("request_rate") is not None for row in found.rows)
     return len(ranked) == len(found.rows) and not has_latencies and not found.skipped

@@ -21,30 +21,31 @@ TOO_FEW = f"fewer than {MIN_REQUESTS} requests"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure for people; a dash where there is none."""
+    """A figure with `digits` decimals and thousands separated; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(share: float | None) -> str:
-    """A share from 0 to 1 as "97.5 %"; a dash where there is none."""
+    """A share from 0 to 1 as text, such as "97.5 %"; a dash for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def milliseconds(value: float | None) -> str:
-    """A time with three significant digits: "0.412", "15.8", "1,204"; a dash where there is
-    none."""
+    """A time with three significant digits or all before the point: "0.412", "15.8", "1,204"; a
+    dash for None."""
     digits = 3 if not value else min(3, max(0, 2 - math.floor(math.log10(value))))
     return number(value, digits)
 
 
 def some_of(names: Sequence[str]) -> list[str]:
-    """The first names, and how many more there are."""
+    """The first MAX_NAMED names, and a note on how many more there are."""
     more = len(names) - MAX_NAMED
     return [*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])]
 
 
 def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = "") -> str:
-    """ "2.67 (2.58 to 2.75)", with the 95 % interval, or that there is none."""
+    """A mean with its 95 % interval, such as "2.67 (2.58 to 2.75)", or a note that there is no
+    interval; a dash where the mean is not known."""
     if estimate is None or estimate["mean"] is None:
         return "-"
     text = f"{estimate['mean']:.2f}{unit}"
@@ -54,24 +55,24 @@ def interval(estimate: Interval | AcceptanceLength | Length | None, unit: str = 
 
 
 def estimate(found: Interval | Length | None, unit: str = "") -> str:
-    """ "1.97x (1.75 to 2.20)", or a dash."""
+    """A mean with any 95 % interval, such as "1.97x (1.75 to 2.20)"; a dash if not known."""
     if found is None or found["mean"] is None:
         return "-"
     return f"{found['mean']:.2f}{unit}{ci_words(found['ci95'])}"
 
 
 def ci_words(ci95: Sequence[float] | None) -> str:
-    """ " (2.58 to 2.75)", or nothing where there is no interval."""
+    """An interval as text after a figure, such as " (2.58 to 2.75)"; empty for None."""
     return f" ({range_words(ci95)})" if ci95 else ""
 
 
 def interval_note(ci95: Sequence[float] | None, digits: int = 2) -> str:
-    """The 95 % interval alone, before other words; empty where there is none."""
+    """A 95 % interval as text before other words; empty for None."""
     return f"95 % interval {range_words(ci95, digits)}; " if ci95 else ""
 
 
 def engine_words(engine: str, parallelism: Parallelism) -> str:
-    """ "native", or with several ranks "native with 4 ranks (tensor 2, pipeline 2)"."""
+    """Engine and split: "native", or "native with 4 ranks (tensor 2, pipeline 2)"."""
     ranks = parallelism
     axes = (("tensor", ranks["tensor"]), ("pipeline", ranks["pipeline"]), ("data", ranks["data"]))
     several = ", ".join(f"{name} {size}" for name, size in axes if size > 1)
@@ -79,8 +80,8 @@ def engine_words(engine: str, parallelism: Parallelism) -> str:
 
 
 def load_words(summary: Summary) -> str:
-    """ "4 at once", "all at once", or with arrivals "arriving at 2.5 a second (burstiness 0.5), at
-    most 8 at once"."""
+    """The load of a run: "4 at once", "all at once", or with arrivals "arriving at 2.5 a second
+    (burstiness 0.5), at most 8 at once"."""
     limit, rate = summary["concurrency"], summary["request_rate"]
     if rate is None:
         return f"{limit or 'all'} at once"
@@ -91,19 +92,19 @@ def load_words(summary: Summary) -> str:
 
 
 def percentile_words(found: Percentiles) -> str:
-    """ "12.3 / 15.0 / 140": p50, p90 and p99; a dash where there is none."""
+    """Milliseconds p50, p90 and p99, such as "12.3 / 15.0 / 140", with dashes for None."""
     return " / ".join(map(milliseconds, (found["p50"], found["p90"], found["p99"])))
 
 
 def limit_words(found: Goodput) -> str:
-    """ "first token within 200 ms, 20 ms per further token"."""
+    """The limits of goodput, such as "first token within 200 ms, 20 ms per further token"."""
     first, others = found["ttft_ms"], found["inter_token_ms"]
     parts = [f"first token within {first:g} ms"] if first else []
     return ", ".join([*parts, f"{others:g} ms per further token"] if others else parts)
 
 
 def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:
-    """ "2.67 ±0.08": the mean and half the 95 % interval, or a dash; for a narrow column."""
+    """A mean and half the 95 % interval for a narrow column, such as "2.67 ±0.08"; or a dash."""
     if estimate is None or estimate["mean"] is None:
         return "-"
     if not estimate["ci95"]:
@@ -113,7 +114,7 @@ def plus_minus(estimate: Interval | AcceptanceLength | Length | None) -> str:
 
 
 def drafts_words(summary: Summary) -> str:
-    """The share of decode steps with 0, 1, … K drafts, and the mean; empty where K is fixed."""
+    """Shares of decode steps with 0 to K drafts, and the mean number; empty where K is fixed."""
     used = summary.get("num_speculative_tokens_used")
     if not used:
         return ""

@@ -1,7 +1,7 @@
 """The W&B Report of a study: the same blocks, with panels over the W&B runs in place of charts.
 
-Its spec is made without a server, and saved to one by `publish`. wandb-workspaces is an optional
-package: pip install "hydraspec[reports]".
+The report's specification is made without a server; `publish` saves it to W&B. wandb-workspaces is
+an optional package: pip install "hydraspec[reports]".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = (
     *("output_tokens_per_second", "lossless/verdict"),
 )
 STEP = "steps/method/step"
-OVER_STEPS = (  # of the runs' curves: page and files have the figures, W&B has the curves too
+OVER_STEPS = (  # panels over the runs' curves, which W&B alone has
     Panel(kind="line", title="Acceptance length", metrics=("steps/method/acceptance_length",)),
     Panel(kind="line", title="Milliseconds per step", metrics=("steps/method/step_ms",)),
     Panel(kind="line", title="KV cache in use", metrics=("steps/method/kv_usage",)),
@@ -41,7 +41,7 @@ class PublishError(UserError):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Place:
-    """Where the runs are in W&B; `recorded` has the ids of those in a run's folder."""
+    """Project and entity of runs in W&B; `recorded` has the ids of W&B runs by run folder."""
 
     project: str
     entity: str
@@ -49,11 +49,11 @@ class Place:
 
     @property
     def run_ids(self) -> list[str]:
-        """All ids; empty where none was recorded."""
+        """The ids of all recorded runs; empty where none was recorded."""
         return [name for ids in self.recorded.values() for name in ids]
 
     def of(self, section: Section) -> Place:
-        """The same with the runs of a section alone."""
+        """The same place with only the runs of a section; all runs for a section about all."""
         if not section.folders:
             return self
         kept = {path: ids for path, ids in self.recorded.items() if path in section.folders}
@@ -71,7 +71,8 @@ def is_installed() -> bool:
 
 
 def check_installed() -> None:
-    """
+    """Check that wandb-workspaces is installed.
+
     Raises:
         ConfigurationError: wandb-workspaces is not installed.
     """
@@ -85,7 +86,7 @@ def _refused(problem: str, remedy: str) -> ConfigurationError:
 
 
 def place_of(runs: Runs) -> Place:
-    """Project and entity of the first recorded run, and all runs recorded there."""
+    """The place of the first recorded run, with all runs that were recorded there."""
     recorded = [run for run in runs.runs if _run_ids(run.folder)]
     first = (recorded or runs.runs)[0]
     place = _place(first.settings)
@@ -99,7 +100,7 @@ def _place(settings: Any) -> tuple[str, str]:
 
 
 def _run_ids(folder: Path) -> list[str]:
-    """The ids in the names of wandb's files: run-<id>.wandb."""
+    """The ids of a folder's W&B runs, from the names of wandb's files: run-<id>.wandb."""
     files = (folder / TRACKER).glob("*run-*/run-*.wandb")
     own = (file for file in files if not file.parent.is_symlink())  # latest-run is a link
     return sorted({file.stem.removeprefix("run-") for file in own})
@@ -154,7 +155,7 @@ def _block(block: Block, place: Place, wr: Any) -> Iterator[Any]:
 
 
 def _grid(panels: Sequence[Panel], place: Place, wr: Any) -> Any:
-    """Panels over the report's runs, which are listed with their main figures."""
+    """Grid of panels over the report's runs, with a list of the runs and their main figures."""
     from wandb_workspaces import expr
 
     runs = wr.Runset(
@@ -181,10 +182,11 @@ def _panel(panel: Panel, wr: Any) -> Any:
 
 
 def write(study: Study, runs: Runs | None, folder: Path) -> Path:
-    """Write the spec into `folder`; one that was published before keeps its id there.
+    """Write the report's specification into `folder`, with the id under which it was published
+    before, if any. Returns the path of the file.
 
     Raises:
-        OSError: with the path, if it cannot be written.
+        OSError: the file cannot be written; the error has its path.
     """
     path = folder / STUDY_SPEC
     place = place_of(runs) if runs else Place(project="", entity="")
@@ -194,17 +196,17 @@ def write(study: Study, runs: Runs | None, folder: Path) -> Path:
 
 
 def publish(path: Path, entity: str | None = None, project: str | None = None) -> str:
-    """Save the report of a spec file to W&B: a new one, or the one that was saved from it before.
+    """Save the report of a specification file to W&B, over the report saved from this file before.
 
     Args:
-        entity, project: where, else as the runs were recorded; without any, your default entity.
+        entity, project: place of the report; None: that of the runs, else your default entity.
 
     Returns:
         The report's address.
 
     Raises:
         ConfigurationError: no API key is configured, or no project is known.
-        PublishError: what W&B answered.
+        PublishError: W&B could not be reached or refused the report; the message has the answer.
     """
     import wandb
     from wandb_workspaces.reports import v2 as wr
@@ -223,7 +225,7 @@ def publish(path: Path, entity: str | None = None, project: str | None = None) -
         where["entityName"] = entity or where["entityName"] or wandb.Api().default_entity
         report = wr.Report._from_model(internal.ReportViewspec.model_validate(made))
         report.save()
-    except Exception as error:  # its own, requests', and those of what W&B answered
+    except Exception as error:  # errors of wandb, of requests, and of parsing W&B's answer
         what = f"W&B did not take the report: {described(error)}; {path} holds it"
         raise PublishError(what) from error
     write_whole(path, pretty_json(made | {"id": report.id}))

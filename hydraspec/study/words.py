@@ -1,4 +1,4 @@
-"""A comparison in sentences, as JSON, CSV and Markdown."""
+"""Comparison of jobs in sentences, and as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TITLES = {
 }
 COLUMNS = ("rank", "job", "label", "runs", "category", "measure", "value", "ci95_low", "ci95_high")
 VERSUS = ("reference", "ratio", "ratio_ci95_low", "ratio_ci95_high", "p_adjusted", "says")
-MOST_PROMPTS = 1_000_000  # that are said to be needed
-LARGEST_FACTOR = 10  # that is said to be told: no two jobs differ by more
+MOST_PROMPTS = 1_000_000  # the largest number that is given as needed
+LARGEST_FACTOR = 10  # the largest factor that is given: no two jobs differ by more
 
 
 def sentence(figure: Figure, job: Job, reference: Job) -> str:
@@ -49,7 +49,8 @@ def _value(figure: Figure, value: float | None) -> str:
 
 
 def in_words(found: PairedRatio) -> str:
-    """ ": ratio 1.07 (1.02 to 1.12)", or nothing where there is no ratio."""
+    """A ratio as text after a sentence, such as ": ratio 1.070 (1.020 to 1.120)"; empty if there is
+    no ratio."""
     if found.ratio is None:
         return ""
     if found.ci95 is None:
@@ -58,7 +59,8 @@ def in_words(found: PairedRatio) -> str:
 
 
 def _what_is_needed(figure: Figure) -> str:
-    """The difference that these prompts tell, and how many more are needed for the one seen."""
+    """Words on the smallest difference that these prompts tell, and on how many more are needed for
+    the measured one; empty where not known."""
     more = figure.ratio.num_more_needed(figure.level)
     least = figure.ratio.detectable(figure.level)
     if not more or least is None:
@@ -71,14 +73,14 @@ def _what_is_needed(figure: Figure) -> str:
 
 
 def _size(least: float) -> str:
-    """ "differences of 12.0%", "a factor of 2.9"."""
+    """A ratio above 1 as text, such as "differences of 12.0%" or "a factor of 2.9"."""
     if least > LARGEST_FACTOR:
         return f"no factor below {LARGEST_FACTOR}"
     return f"differences of {least - 1:.1%}" if least < 2 else f"a factor of {least:.1f}"
 
 
 def drift_words(group: Group) -> str | None:
-    """The change of the machine between the jobs, if their baseline changed."""
+    """Sentence on the change of the machine between jobs; None unless their baseline changed."""
     if (drift := group.drift()) is None:
         return None
     slow, fast = drift
@@ -94,8 +96,8 @@ def drift_words(group: Group) -> str | None:
 
 
 def verdicts(group: Group, *, brief: bool = False) -> Iterator[str]:
-    """A sentence for each measure over all requests, and for categories where a job differs; with
-    `brief` for the measure that ranks the jobs alone, over all requests. None without a ranking."""
+    """Yields a sentence for each measure over all requests, and for each category where a job
+    differs; with `brief` only for the measure that ranks; no sentence without a ranking."""
     for each in group.others if group.reference else ():
         for figure in each.versus:
             if brief and (figure.measure, figure.scope) != (group.by, ALL):
@@ -113,7 +115,7 @@ def _sentence(figure: Figure, each: JobFigures, group: Group) -> str:
 
 
 def as_json(group: Group) -> Json:
-    """The comparison as `hydraspec.compare` returns it, of jobs that are ranked."""
+    """The comparison of ranked jobs as `hydraspec.compare` returns it."""
     assert group.reference is not None
     return {
         "schema_version": 1,
@@ -169,7 +171,7 @@ def _figure_json(figure: Figure, each: JobFigures, group: Group) -> Json:
 
 
 def table(group: Group) -> Table:
-    """A line for each measure of each job, over all requests and by category."""
+    """Table with a line for each measure of each job, over all requests and by category."""
     lines = [
         Line(
             cells=[
@@ -204,14 +206,14 @@ def _cell(value: float | None) -> str:
 
 
 def as_csv(found: Table) -> str:
-    """A table as CSV."""
+    """The text of a table as CSV."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(found.cells)
     return out.getvalue()
 
 
 def as_markdown(found: Table, notes: Sequence[str] = ()) -> str:
-    """A table as GitHub's Markdown, with notes under it."""
+    """The text of a table in GitHub's Markdown, with notes as a list below."""
     header, *lines = found.cells
     rows = [header, ["---"] * len(header), *lines]
     text = "".join(f"| {' | '.join(map(escaped, row))} |\n" for row in rows)
@@ -219,7 +221,7 @@ def as_markdown(found: Table, notes: Sequence[str] = ()) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as it reads in a cell of a Markdown table."""
+    """Text escaped for a cell of a Markdown table."""
     for mark in "\\`*_<[|":
         text = text.replace(mark, "\\" + mark)
     return printable(text).replace("\n", " ")

@@ -11,8 +11,8 @@ from hydraspec.metrics.files import Json
 from hydraspec.metrics.media import speedup_of
 
 MAX_REQUESTS = 8
-MAX_REJECTED = 6  # shown of each request
-MAX_CHARACTERS = 24  # of a token's text
+MAX_REJECTED = 6  # rejected drafts shown for each request
+MAX_CHARACTERS = 24  # shown of a token's text
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -28,18 +28,18 @@ class Rejected:
 
     @property
     def draft_words(self) -> str:
-        """Id and text."""
+        """Id and text of the draft token."""
         return _in_words(self.draft, self.draft_text)
 
     @property
     def target_words(self) -> str:
-        """Id and text."""
+        """Id and text of the target's token."""
         return _in_words(self.target, self.target_text)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WorstRequest:
-    """A request as the page lists it; `speedup` and `rejected` may be unknown."""
+    """A request as the page lists it; `speedup` and `num_rejected` are None where not known."""
 
     id: str
     category: str | None
@@ -56,9 +56,9 @@ def worst_requests(
     """The requests with the lowest acceptance length, lowest first.
 
     Args:
-        rows: of requests.jsonl.
-        trace: the run's trace.jsonl.
-        decode: gives tokens their text.
+        rows: the rows of requests.jsonl.
+        trace: the run's trace.jsonl; None: rejected drafts are not known.
+        decode: returns the text of token ids; None: tokens get no text.
     """
     drafted = [row for row in rows if row["num_drafts"]]
     worst = sorted(drafted, key=_acceptance_length)[:MAX_REQUESTS]
@@ -84,8 +84,8 @@ def _with_texts(one: Rejected, decode: Callable[[Sequence[int]], str] | None) ->
 
 
 def _in_words(token: int, text: str) -> str:
-    """ "290 ' the'": white space and characters that do not print are visible. A token without
-    text, as special ones, is its id."""
+    """Id and text of a token, such as "290 ' the'", with visible escapes for characters that do not
+    print. A token without text, such as a special one, is shown by its id alone."""
     if not text:
         return str(token)
     cut = text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
@@ -97,7 +97,8 @@ def _acceptance_length(row: Json) -> float:
 
 
 def _rejected(prompt_lengths: Mapping[str, int], trace: Path | None) -> dict[str, list[Rejected]]:
-    """By request: each step's first rejected draft, where the target's token was not cut off."""
+    """The first rejected draft of each step, by request id. Steps whose target token was cut off
+    are left out."""
     found: dict[str, list[Rejected]] = {name: [] for name in prompt_lengths}
     if trace is None or not found:
         return found
