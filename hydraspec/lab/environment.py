@@ -1,6 +1,6 @@
 """The environment of a run, for env.json: versions, processor, devices, commit.
 
-Records no user names, environment variables or secrets.
+It has no user names, environment variables or secrets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = (
 
 
 def describe(info: EngineInfo) -> Json:
-    """The content of env.json."""
+    """The content of env.json for a run with an engine of this `info`."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
