@@ -100,7 +100,7 @@ def _within(key: str, name: str) -> Rule:
 
 
 def _shape(group: str) -> Iterator[Rule]:
-    """Rules of a checkpoint "shape:<name>": the shape ships with us, and weights are random."""
+    """Rules of a checkpoint "shape:<name>": a shape that ships with the package, random weights."""
     key = f"{group}.checkpoint"
 
     def is_shape(c: RunConfig) -> bool:

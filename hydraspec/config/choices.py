@@ -82,7 +82,7 @@ def packaged_value(group: str, choice: str, key: str) -> str | None:
 
 
 def added_choices(group: str) -> set[str]:
-    """Names that other installed packages offer for a group; their YAML may not be searched."""
+    """Names that other installed packages offer for a group, even if no YAML of them is found."""
     points = {"method": plugins.SPECULATORS, "workload": plugins.WORKLOADS}
     return plugins.added(points[group]) if group in points else set()
 
