@@ -51,7 +51,7 @@ def errors_told(command: str = "hydraspec") -> Iterator[Ending]:
 
 
 def _mistake(error: Exception) -> UserError | None:
-    """The error as a user's mistake; None for an unexpected one."""
+    """The error as a UserError; None for an unexpected error."""
     if isinstance(error, UserError):
         return error
     # Imported here: one error to report is that these packages are not installed.

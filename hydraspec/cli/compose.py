@@ -34,10 +34,10 @@ CONFIG_NAME = "config"
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Job:
-    """One run or benchmark, composed and checked, with everything it needs.
+    """A run or benchmark, composed and checked, with everything that it needs.
 
     Attributes:
-        config: what runs.
+        config: the configuration that runs.
         overrides: the overrides typed for this job, which are recorded with the run; of Hydra's own
             keys only hydra.searchpath.
         folder: the folder of its results.

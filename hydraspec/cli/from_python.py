@@ -1,4 +1,4 @@
-"""Calls from Python: their plans, and `hydraspec.run` and `hydraspec.build_engine` implemented."""
+"""Calls from Python: implementations of `hydraspec.run` and `hydraspec.build_engine`, and plans."""
 
 from __future__ import annotations
 

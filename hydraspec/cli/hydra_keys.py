@@ -74,7 +74,7 @@ def check_hydra_key(key: str, value: object) -> None:
 
 
 def launcher_of(composed: DictConfig) -> str:
-    """The launcher that a command line chooses."""
+    """Name of the launcher that a command line chooses."""
     return str(composed.hydra.runtime.choices.get(LAUNCHER, BASIC))
 
 

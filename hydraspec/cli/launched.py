@@ -202,7 +202,7 @@ def _run(job: Job, name: str, seeds: list[int]) -> Ended:
 
 
 def _said(text: str) -> str:
-    """The message, after it is written to the job's own output too."""
+    """Write a message to the job's output too, and return it."""
     tell(text)
     return text
 

@@ -103,8 +103,8 @@ def launch(planned: Plan, jobs: Sequence[Job]) -> dict[int, Ended]:
 def _launch(
     composed: DictConfig, folder: Path, task: Task, jobs: Sequence[Job], names: Sequence[str]
 ) -> list[Ended]:
-    """Run Hydra's launcher with `folder` as the sweep's, and with each job's folder; returns the
-    ends of the jobs in order."""
+    """Run jobs by Hydra's launcher, in folders of these names in `folder`, the sweep's; returns how
+    each job ended, in order."""
     config = copy.deepcopy(composed)
     OmegaConf.copy_cache(from_config=composed, to_config=config)
     with open_dict(config):

@@ -152,7 +152,7 @@ def search_places(overrides: Sequence[str]) -> None:
 
 
 def with_config_dir(folder: str | None, overrides: Sequence[str]) -> list[str]:
-    """The overrides, after one with the meaning of `--config-dir FOLDER`, for all compositions."""
+    """The overrides, preceded by one of hydra.searchpath with the folder, unless that is None."""
     if folder is None:
         return list(overrides)
     place = f"file://{Path(folder).expanduser().absolute()}"

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line, on further ranks of torchrun take part in it; returns the exit status."""
+    """Run a command line, or take part in it as a further rank of torchrun; returns the exit
+    status."""
     torchrun.check_environment()
     if torchrun.is_follower():
         return torchrun.follow(PROGRAM)
