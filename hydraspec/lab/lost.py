@@ -51,7 +51,7 @@ class Beginning:
 
 class FinishedRequests(Sink):
     """Sink that writes a line of requests.jsonl for each request as it ends. If a line cannot be
-    written it stops, and the run goes on: at its end the run writes the whole file again.
+    written the sink stops, and the run goes on: at its end the run writes the whole file again.
 
     Raises:
         CannotWriteError: .unsaved.json cannot be written.

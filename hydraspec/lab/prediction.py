@@ -31,7 +31,7 @@ class Expected:
 
 def read(config: RunConfig) -> Expected:
     """The prediction that `metrics.prediction` names: a predict.json, its folder, or the folder of
-    a sweep of them. An empty one if the key is null, or with method=none.
+    a sweep of them. An empty Expected if the key is null, or with method=none.
 
     Raises:
         ConfigurationError: the key names no prediction of this target and method.
@@ -84,7 +84,7 @@ def _at_once(config: RunConfig) -> int:
 
 
 def _read(path: Path) -> list[Json]:
-    """The contents of the files that hold a prediction."""
+    """Contents of the prediction files at `path`: a file, its folder, or the folder of a sweep."""
     files = [path] if path.is_file() else [path / PREDICTION, *sorted(path.glob(f"*/{PREDICTION}"))]
     found = [read_object(file) or {} for file in files]
     return [each for each in found if {"target", "method", "predictions"} <= {*each}]

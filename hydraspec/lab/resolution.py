@@ -16,7 +16,8 @@ from hydraspec.speculators.registry import check_speculator
 
 
 def resolve(config: RunConfig) -> None:
-    """Check the device and fill in, in place, what checkpoints decide; see `factory`."""
+    """Check the device, and complete the configuration, in place, from its checkpoints and the
+    environment; see `factory.resolve_drafter`."""
     check_speculator(config)
     factory.check_device(config)
     _take_threads(config)

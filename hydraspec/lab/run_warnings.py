@@ -111,7 +111,7 @@ def build_warnings(built: Built) -> list[str]:
 
 def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
     """Warnings beside the verdict: requests that only one side lost, logits that are not finite,
-    and ties where outputs are expected to be identical."""
+    and differences within rounding where outputs are expected to be identical."""
     found = []
     sides = f"method={info.method}", "the baseline"
     for count, failed, finished in (
@@ -221,7 +221,7 @@ def figure_warnings(
 
 
 def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
-    """Text of the sign of a faulty drafter; empty if acceptance and speedup show none."""
+    """The symptom of a faulty drafter, as text; empty if acceptance and speedup show none."""
     length, speedup = accepted.length, summary["speedup"]
     if length is None:
         idle = _idle_words(summary)
@@ -232,7 +232,8 @@ def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
 
 
 def _idle_words(summary: Summary, before: str = "") -> str:
-    """The share of steps in which the engine chose K=0; empty where it drafted, or K is fixed."""
+    """Text with the share of steps in which the engine chose K=0; empty if it drafted, or if K is
+    fixed."""
     used = summary.get("num_speculative_tokens_used")
     if not used or used["mean"] >= IDLE:
         return ""
@@ -310,7 +311,8 @@ def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text quoted for a shell, readably if it has quotes of Hydra's grammar."""
+    """The text quoted for a shell, in double quotes if it has single quotes and nothing that a
+    shell expands."""
     return shlex.quote(text) if "'" not in text or set(text) & set('"$`\\!') else f'"{text}"'
 
 

@@ -48,7 +48,7 @@ def build(
     facts: RunFacts,
     expected: Expected = NOTHING,
 ) -> Summary:
-    """The summary, still without warnings; every number is finite or null."""
+    """The summary of a run, with an empty list of warnings; every number is finite or null."""
     requests, method, baseline = measurement.requests, measurement.method, measurement.baseline
     info, meter = method.engine.info, method.meter
     pairs = [] if baseline is None else finished_pairs(meter, baseline.meter)
