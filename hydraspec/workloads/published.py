@@ -47,7 +47,7 @@ class Record:
         return value
 
     def error(self, problem: str) -> WorkloadError:
-        """The error of this record."""
+        """The WorkloadError of a problem, which begins with the record's place."""
         return WorkloadError(f"{self.place}: {problem}")
 
 

@@ -155,8 +155,8 @@ def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[s
 
 
 def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
-    """The lines of another package's workload: a function of the group's configuration and the
-    seed that yields JSON objects as a workload file has them.
+    """The lines of another package's workload, whose function gets the group's configuration and
+    the seed, and yields JSON objects as in a workload file.
     """
     function = plugins.load(added)
     for line in function(config.workload, config.seed):

@@ -54,9 +54,9 @@ def score_defines(text: str | None, prompt: str | None, name: str | None) -> boo
     """Returns whether the code in `text` parses as Python and defines `name`; None if text or name
     is missing.
 
-    The code is a fenced block of the text, or the text after the prompt that it continues (none of
-    a chat). Its top level has a function `name` whose body is more than a docstring, `pass` or
-    `...`. What the function computes is not looked at: this is no pass@1.
+    The code is a fenced block of the text, or the text after the prompt that it continues (a chat
+    has no such prompt). Its top level has a function `name` whose body is more than a docstring,
+    `pass` or `...`. The function is not tested: this is no pass@1.
     """
     if text is None or name is None:
         return None
