@@ -1,4 +1,4 @@
-"""The parser of a verb's arguments, whose mistakes are told as all others are."""
+"""The parser of a verb's arguments, which raises mistakes as ConfigurationError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydraspec.errors import ConfigurationError
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments of `hydraspec <verb>`, whose flags are not abbreviated; `options` are argparse's.
+    """Parser of `hydraspec <verb>`, without abbreviated flags; `options` are those of argparse.
 
     `parse_args` raises ConfigurationError with the flag that was meant.
     """
@@ -20,11 +20,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All flags, of either length."""
+        """All flags, short and long."""
         return [flag for action in self._actions for flag in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message, with the usage and the nearest flag."""
+        """Raise ConfigurationError with the message, the usage and the nearest flag."""
         typed = [word for word in message.split() if word.startswith("-")]
         meant = nearest(typed[0], self.flags) if "unrecognized" in message and typed else None
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")

@@ -23,7 +23,7 @@ STATUSES = "Exit status: 0; 2 if the folders cannot be compared; 1 if a file can
 def compare(
     folders: Sequence[str | PathLike[str]], *, write: str | PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """See `hydraspec.compare`."""
+    """Implementation of `hydraspec.compare`, which documents arguments and result."""
     is_list = isinstance(folders, Sequence) and not isinstance(folders, str)
     if not is_list or not all(isinstance(folder, str | PathLike) for folder in folders):
         raise ConfigurationError(

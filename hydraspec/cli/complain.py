@@ -1,4 +1,4 @@
-"""What a command says on standard error, and the exit status that follows."""
+"""Messages of a command on standard error, and the exit status that follows."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Ending:
 
 
 def tell(message: object, *, command: str = "hydraspec") -> None:
-    """Write a message after the command's name, at once."""
+    """Write a message to standard error, after the command's name, and flush it."""
     sys.stderr.write(f"{command}: {printable(str(message))}\n")
     sys.stderr.flush()
 
 
 def complain(message: object, status: int, *, command: str = "hydraspec") -> int:
-    """Tell what failed; returns the exit status."""
+    """Write a message about a failure to standard error; returns `status`, the exit status."""
     tell(message, command=command)
     return status
 
 
 @contextmanager
 def errors_told(command: str = "hydraspec") -> Iterator[Ending]:
-    """Tell a user's mistake or an interrupt in one message, and set the status of the ending that
-    is yielded. Other exceptions keep their traceback. After an interrupt the process must end:
-    further ones are ignored."""
+    """Context that reports a user's mistake or an interrupt in one message, and sets the status of
+    the Ending that it yields. Other exceptions are raised. After an interrupt the process must end:
+    further interrupts are ignored."""
     ending = Ending()
     try:
         with interrupts_stay_interrupts():
@@ -51,10 +51,10 @@ def errors_told(command: str = "hydraspec") -> Iterator[Ending]:
 
 
 def _mistake(error: Exception) -> UserError | None:
-    """The error as a user's mistake; None for an unexpected one."""
+    """The error as a UserError; None for an unexpected error."""
     if isinstance(error, UserError):
         return error
-    # Loaded here: the first of all errors is that their packages are not installed.
+    # Imported here: one error to report is that these packages are not installed.
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,4 +1,4 @@
-"""Overrides → checked jobs. Nothing runs here.
+"""Composition of overrides into checked jobs. No job runs here.
 
 A whole sweep is composed before its first job runs, so that a wrong configuration costs nothing.
 Every job is composed once.
@@ -34,12 +34,13 @@ CONFIG_NAME = "config"
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Job:
-    """One run or benchmark, composed and checked, with everything it needs.
+    """A run or benchmark, composed and checked, with everything that it needs.
 
     Attributes:
-        config: what runs.
-        overrides: what was typed for this job, Hydra's own keys left out; recorded with the run.
-        folder: where its results go.
+        config: the configuration that runs.
+        overrides: the overrides typed for this job, which are recorded with the run; of Hydra's own
+            keys only hydra.searchpath.
+        folder: the folder of its results.
         number: its place in a sweep, counted from 0; None for a single run.
         sweep: the folder of its sweep, whose finished jobs it may equal; None for a single run.
         composed: the configuration with Hydra's part: logging, working directory, environment.
@@ -68,10 +69,10 @@ class Plan:
 
     Attributes:
         skipped: jobs of a sweep that cannot run, which keep their numbers.
-        folder: the run's, or the sweep's.
+        folder: the folder of the run, or of the sweep.
         is_named: whether the folder's name was typed; by default it is the time of day, to the
             second.
-        composed: the configuration of a sweep without what it varies; of a run, the run's.
+        composed: the configuration of the run, or of the sweep without the keys that it varies.
     """
 
     jobs: list[Job]
@@ -82,7 +83,7 @@ class Plan:
     composed: DictConfig
 
     def move_to(self, folder: Path) -> None:
-        """Put all results below `folder`; those of jobs get absolute paths."""
+        """Set `folder` as the place of all results; folders of jobs in it become absolute paths."""
         before, after = self.folder.absolute(), folder.absolute()
         for job in self.jobs:
             if (place := job.folder.absolute()).is_relative_to(before):
@@ -97,7 +98,7 @@ def plan(
     """Compose and check every job of a command line.
 
     Args:
-        multirun: a sweep, as with -m.
+        multirun: whether to compose a sweep, as with -m.
         config_name: the primary configuration, as with --config-name.
 
     Raises:
@@ -107,7 +108,7 @@ def plan(
     typed = parse(with_method(overrides))
     with translated(), initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         check_keys(typed)
-        # Hydra's own keys even if they have several values, which Hydra then refuses.
+        # Hydra's own keys are kept even with several values, which Hydra then refuses.
         once = [o for o in typed if o.is_hydra_override() or not o.is_sweep_override()]
         composed = _compose(config_name, once)
         hydra = composed.hydra
@@ -139,8 +140,8 @@ def plan(
 
 
 def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job | Skipped]:
-    """Every combination of the values typed or in hydra.sweeper.params. A key that occurs twice has
-    its last values, as with Hydra's own sweeper."""
+    """The jobs of every combination of the values typed or in hydra.sweeper.params. A key that
+    occurs twice has its last values, as with Hydra's own sweeper."""
     params = sweep.hydra.sweeper.params or {}
     swept = parse([f"{key}={value}" for key, value in params.items()])
     values = {override.get_key_element(): values_of(override) for override in [*swept, *typed]}
@@ -166,13 +167,13 @@ def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job
 
 
 def _compose(config_name: str, overrides: Sequence[Override]) -> DictConfig:
-    """The configuration with Hydra's part. Names of choices are left to `_check_names`."""
+    """Compose the configuration, with Hydra's part; `_check_names` checks names of choices."""
     lines = [_line(o) for o in overrides if not _is_name(o.key_or_group)]
     return compose(config_name, lines, return_hydra_config=True)
 
 
 def _line(override: Override) -> str:
-    """As typed; Hydra takes new names of a mapping only if they are forced."""
+    """The override as typed, with "++" for a key in a mapping: else Hydra refuses new names."""
     line = override.input_line or ""
     is_plain = override.type is OverrideType.CHANGE
     return f"++{line}" if is_plain and in_mapping(override.key_or_group) else line
@@ -196,7 +197,7 @@ def _recorded(overrides: Sequence[Override]) -> list[str]:
 
 
 def _check_names(composed: DictConfig, overrides: Sequence[Override]) -> None:
-    """Refuse a typed name that is not its choice's: names may only be repeated."""
+    """Refuse a typed `<group>.name` that differs from the name of the chosen choice."""
     for key, value in (leaf for typed in overrides for leaf in leaves(typed)):
         if not _is_name(key):
             continue

@@ -1,6 +1,6 @@
-"""Devices for jobs that run side by side on a host: each job has its own, by a lock file each.
+"""Devices for jobs that run side by side on a host: a lock file per device gives it to one job.
 
-Under Slurm nothing is locked: it has given the job its devices already.
+Under Slurm nothing is locked: Slurm has given the job its devices already.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ LOOK_EVERY_S = 0.5
 
 @contextmanager
 def own_devices(count: int, is_stopped: Callable[[], bool]) -> Iterator[list[str] | None]:
-    """`count` devices of this host that no other job of this user's has, for a while.
+    """Context that waits for and reserves `count` devices of this host, for one job of this user.
 
     Yields:
-        Their names, for CUDA_VISIBLE_DEVICES; None where there is nothing to choose: fewer devices
-        than asked for, or none asked for.
+        The names of the devices, for CUDA_VISIBLE_DEVICES; None if `count` is 0, or larger than the
+        number of devices.
 
     Raises:
-        InterruptedError: is_stopped said so during the wait.
-        TimeoutError: after a day.
+        InterruptedError: `is_stopped` returned true during the wait.
+        TimeoutError: too few devices were free for a day.
     """
     names = visible_devices()
     if count == 0 or count > len(names):
@@ -47,7 +47,7 @@ def own_devices(count: int, is_stopped: Callable[[], bool]) -> Iterator[list[str
     while True:
         with ExitStack() as held:
             free = (name for name in names if _lock(name, held))
-            locked = list(islice(free, count))  # no more are locked than that
+            locked = list(islice(free, count))  # locks `count` devices at most
             if len(locked) == count:
                 yield locked
                 return
@@ -59,7 +59,8 @@ def own_devices(count: int, is_stopped: Callable[[], bool]) -> Iterator[list[str
 
 
 def _lock(name: str, held: ExitStack) -> bool:
-    """Lock a device's file until `held` is closed; the system does when the process ends."""
+    """Lock a device's file until `held` is closed or the process ends; returns whether it is
+    locked."""
     folder = Path(tempfile.gettempdir()) / f"hydraspec-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     file = held.enter_context((folder / f"{name.replace('/', '_')}.lock").open("a"))
@@ -71,7 +72,7 @@ def _lock(name: str, held: ExitStack) -> bool:
 
 
 def visible_devices() -> list[str]:
-    """This process's CUDA devices, as CUDA_VISIBLE_DEVICES names or counts them."""
+    """The CUDA devices of this process: entries of CUDA_VISIBLE_DEVICES, or else their numbers."""
     given = os.environ.get(VISIBLE)
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
@@ -80,7 +81,7 @@ def visible_devices() -> list[str]:
 
 @cache
 def _num_devices() -> int:
-    """What the driver lists; torch would take seconds, and is not needed here otherwise."""
+    """Number of devices that the driver lists. Importing torch to count them would take seconds."""
     if shutil.which("nvidia-smi") is None:
         return 0
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)

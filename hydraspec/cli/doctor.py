@@ -1,4 +1,4 @@
-"""`hydraspec doctor`: the command line of an examination, and the same from Python."""
+"""`hydraspec doctor`: the examination of a drafter, from the command line and from Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ workload; 130 interrupted; 1 anything else
 
 
 def main(argv: Sequence[str]) -> None:
-    """Examine what a command line names."""
+    """Examine the drafter that a command line names."""
     if {"--help", "-h"} & {*argv}:
         sys.stdout.write(HELP)
         return
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 def doctor(
     overrides: Sequence[str], *, config_dir: str | None = None, quiet: bool = False
 ) -> dict[str, Any]:
-    """An examination from Python; returns the content of doctor.json and `run_dir`."""
+    """Examine the drafter of `overrides`; returns the content of doctor.json and `run_dir`."""
     from hydraspec.analysis.doctor.run import check, examine
 
     planned = planned_call("doctor", overrides, config_dir)

@@ -22,8 +22,8 @@ from hydraspec.version import __version__
 
 
 def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Namespace:
-    """Flags and overrides in the names of Hydra's parser; `own` are further flags of the command,
-    which have been read.
+    """Parse flags and overrides into the names of Hydra's parser; `own` are further flags of the
+    command, parsed before, which messages may propose.
 
     Raises:
         ConfigurationError: for unknown flags and those that exclude each other.
@@ -40,7 +40,7 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Namespace:
         )
     _refuse_flags(args)
     args.config_name = args.config_name or CONFIG_NAME
-    # An override too: what shows text reads the flag, every composition of a run the override.
+    # Kept as flag and as override: Hydra's printing of text reads the flag, runs the override.
     args.overrides = with_config_dir(args.config_dir, args.overrides)
     return args
 
@@ -48,11 +48,11 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Namespace:
 def read_keys(
     argv: Sequence[str], problem: str, *, sweeps: bool = False, own: Sequence[str] = ()
 ) -> Namespace:
-    """Flags and overrides of a command that takes a run's keys, -m too where it `sweeps`; `own` as
-    in `read_flags`.
+    """Parse flags and overrides of a command that takes the keys of a run, and -m if it `sweeps`;
+    `own` as in `read_flags`.
 
     Raises:
-        ConfigurationError: naming the problem, for another flag of a run.
+        ConfigurationError: with `problem`, if there is another flag of a run.
     """
     args = read_flags(argv, own)
     if only_shows(args) or args.config_name != CONFIG_NAME or (args.multirun and not sweeps):
@@ -70,7 +70,7 @@ def only_shows(args: Namespace) -> bool:
 
 
 def show(args: Namespace) -> None:
-    """Print what Hydra itself can: configuration, help, information, shell completion.
+    """Have Hydra print what a flag asks for: configuration, help, information, shell completion.
 
     Raises:
         ConfigurationError: for a key that does not exist.

@@ -23,8 +23,8 @@ from hydraspec.metrics.run_files import RESULTS
 log = logging.getLogger(__name__)
 
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
-LOCK = ".lock"  # in a folder in use: which process that is
-REASONS = {  # where the system's own words do not say it
+LOCK = ".lock"  # file in a folder in use, which says which process uses it
+REASONS = {  # of errors whose text from the system is unclear
     errno.ENOSPC: "there is no space left",
     errno.EDQUOT: "the disk quota is used up",
     errno.ENOTDIR: "a part of the path is a file",
@@ -35,10 +35,11 @@ _held: set[int] = set()  # descriptors of locks
 
 
 def fresh(folder: Path) -> Path:
-    """Create `folder`, with a number added where it exists: two runs may start in one second.
+    """Create `folder`, with a number added to its name if it exists, as two runs may start in one
+    second; returns its path.
 
     Raises:
-        ConfigurationError: it cannot be made.
+        ConfigurationError: the folder cannot be made.
     """
     candidate, number = folder, 1
     while True:
@@ -54,13 +55,13 @@ def fresh(folder: Path) -> Path:
 
 @contextmanager
 def claimed(folder: Path, key: str) -> Iterator[None]:
-    """Create a folder and lock it against other processes, and other runs of this one, for a while.
+    """Context that creates a folder and locks it against other processes, and runs of this one.
 
-    The lock is on a file in it; the system releases it when the process ends, however it ends.
-    Where the file system has no locks a warning is logged. `key` names the folder in messages.
+    The lock is on a file in the folder; the system releases the lock when the process ends, however
+    it ends. If the file system has no locks a warning is logged. `key` is the folder's in messages.
 
     Raises:
-        ConfigurationError: another run holds it, or it cannot be made or written.
+        ConfigurationError: another run holds the lock, or the folder cannot be made or written.
     """
     path = folder.absolute() / LOCK
     try:
@@ -128,7 +129,7 @@ os.register_at_fork(after_in_child=_drop_locks)
 
 
 def results(folder: Path) -> dict[Path, int]:
-    """Results saved in the folder of a run, a benchmark or a sweep, with the time of writing."""
+    """Times of writing [ns] of the result files in the folder of a run, benchmark or sweep."""
     folder = folder.absolute()
     files = [file for name in RESULTS for file in (folder / name, *folder.glob(f"*/{name}"))]
     return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
@@ -136,7 +137,7 @@ def results(folder: Path) -> dict[Path, int]:
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """Raise what keeps a command from writing to `place` as a UserError that names it."""
+    """Context that raises an OSError as a UserError, which says that `place` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -156,7 +157,7 @@ def is_of(folder: Path, error: OSError) -> bool:
 
 
 def folder_message(error: OSError, folder: object = "the run folder") -> str:
-    """What is wrong with a run folder or a file in it, and the remedy."""
+    """Message for an error with a run folder or a file in it, with the remedy."""
     named = error.filename if isinstance(error.filename, str) else folder
     return (
         f"{named}: {_reason(error)}\n"
@@ -171,7 +172,7 @@ def _reason(error: OSError) -> str:
 
 
 def between(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
-    """Reads an argument's number, which has limits."""
+    """Reader of an argument, for argparse, that takes numbers from `least` to `most`."""
 
     def read(text: str) -> float:
         with suppress(ValueError):

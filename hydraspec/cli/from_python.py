@@ -1,4 +1,4 @@
-"""Calls from Python: the plan of one, and what `hydraspec.run` and `hydraspec.build_engine` do."""
+"""Calls from Python: implementations of `hydraspec.run` and `hydraspec.build_engine`, and plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def run(
     overrides: Sequence[str] = (), *, config_dir: str | None = None, quiet: bool = False
 ) -> dict[str, Any]:
-    """See `hydraspec.run`."""
+    """Implementation of `hydraspec.run`, which documents arguments and result."""
     planned = planned_call("run", overrides, config_dir)
     printing = errors_alone_logged() if quiet else output_may_be_cut()
     with printing, claimed_folder(planned):
@@ -38,7 +38,7 @@ def run(
 
 
 def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Engine:
-    """See `hydraspec.build_engine`."""
+    """Implementation of `hydraspec.build_engine`, which documents arguments and result."""
     (job,) = planned_call("build_engine", overrides, config_dir).jobs
     if needs_ranks(job.config):
         raise ConfigurationError(
@@ -53,10 +53,10 @@ def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None
 
 
 def planned_call(name: str, overrides: Sequence[str], config_dir: str | None = None) -> Plan:
-    """The one job of a call of this name.
+    """The plan, with one job, of a call of the function `name`.
 
     Raises:
-        ConfigurationError: overrides that are no list of strings, or that ask for a sweep.
+        ConfigurationError: overrides are no list of strings, ask for a sweep, or cannot work.
     """
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(typed, str) for typed in overrides):

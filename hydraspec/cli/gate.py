@@ -88,7 +88,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def _lines(outcome: gate.Outcome) -> Iterator[str]:
-    """A job's result: what is worse, one line each, then the rest in short."""
+    """Lines of a job's result: one for each regression, then a summary of the rest."""
     yield f"{outcome.job.label}: {'REGRESSION' if outcome.failed else 'no worse'}"
     for text in outcome.broken:
         yield f"  worse: {text}"

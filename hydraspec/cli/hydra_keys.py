@@ -14,7 +14,7 @@ from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR
 from hydraspec.config.messages import listing, refusal
 
 LAUNCHER, BASIC = "hydra/launcher", "basic"
-LAUNCHERS = {  # where each comes from
+LAUNCHERS = {  # each with the package that has it
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
     "submitit_slurm": "hydra-submitit-launcher",
@@ -74,15 +74,15 @@ def check_hydra_key(key: str, value: object) -> None:
 
 
 def launcher_of(composed: DictConfig) -> str:
-    """The launcher that a command line chooses."""
+    """Name of the launcher that a command line chooses."""
     return str(composed.hydra.runtime.choices.get(LAUNCHER, BASIC))
 
 
 def check_launcher(composed: DictConfig, *, is_sweep: bool) -> None:
-    """Refuse a launcher that has nothing to launch.
+    """Refuse a launcher other than Hydra's basic one for a single run.
 
     Raises:
-        ConfigurationError: naming it.
+        ConfigurationError: naming the launcher.
     """
     name = launcher_of(composed)
     if name != BASIC and not is_sweep:
@@ -99,7 +99,7 @@ def check_output_subdir(subdir: str | None) -> None:
     """Refuse a hydra.output_subdir outside the run folder, or that is the run folder itself.
 
     Raises:
-        ConfigurationError: naming it.
+        ConfigurationError: naming the key.
     """
     if subdir is None:
         return

@@ -25,7 +25,8 @@ from hydraspec.lab.resolution import resolve
 
 @contextmanager
 def claimed_folder(planned: Plan) -> Iterator[None]:
-    """The folder of a plan: new unless its name was typed, and locked for a while."""
+    """Context that creates the folder of a plan, a new one unless its name was typed, and keeps it
+    locked."""
     planned.move_to(planned.folder if planned.is_named else fresh(planned.folder))
     with claimed(planned.folder, SWEEP_DIR if planned.is_sweep else RUN_DIR):
         yield
@@ -33,8 +34,8 @@ def claimed_folder(planned: Plan) -> Iterator[None]:
 
 @contextmanager
 def ready(job: Job) -> Iterator[Path]:
-    """Hydra's keys applied and the configuration resolved, for a command that loads what a run
-    loads; yields the job's folder."""
+    """Context that applies Hydra's keys and resolves the configuration, for a command that loads
+    models as a run does; yields the job's folder, absolute."""
     with hydra_settings(job):
         bind_threads(job.config)
         resolve(job.config)
@@ -45,14 +46,14 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
     """Run a job, or take over the results of a finished equal job of its sweep.
 
     Args:
-        logs: whether processes that run it configure their log as Hydra's keys say.
+        logs: whether ranks configure their log as Hydra's keys say.
 
     Returns:
-        The summary in its folder.
+        The summary, which is also in the job's folder.
 
     Raises:
         UserError: configuration, checkpoint or workload cannot be used.
-        KeyboardInterrupt: once what was finished is saved.
+        KeyboardInterrupt: after the finished requests were saved.
     """
     bind_threads(job.config)
     resolve(job.config)  # so that the folder records what runs
@@ -73,8 +74,8 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
 
 @contextmanager
 def hydra_settings(job: Job) -> Iterator[None]:
-    """Hydra's keys applied for a while: hydra.job.chdir, hydra.job.env_set, hydra/job_logging,
-    hydra.verbose and hydra.output_subdir. Makes the job's folder."""
+    """Context that makes the job's folder and applies hydra.job.chdir, hydra.job.env_set,
+    hydra/job_logging, hydra.verbose and hydra.output_subdir; logging stays as it is set."""
     hydra = job.composed.hydra
     job.folder.mkdir(parents=True, exist_ok=True)
     with open_dict(hydra.runtime):
@@ -97,7 +98,7 @@ def _save_composed(job: Job, hydra: DictConfig) -> None:
 
 
 def bind_threads(config: RunConfig) -> None:
-    """Set how OpenMP places threads, which has to be before torch loads it."""
+    """Set how OpenMP binds threads to cores; call this before torch loads OpenMP."""
     if (config.engine.num_threads or 1) > 1:
         # Without it runs on several threads stall at times; on one thread it would only pin every
         # child process to the first core.

@@ -1,8 +1,9 @@
 """A job of a sweep that a Hydra launcher started: in its own process, on its own devices.
 
 The launcher's process composes nothing again: it takes what the launcher composed, waits for free
-devices and starts this module as the job's process, which ends with it. Its output goes to
-output.log in the job's folder. A file in the sweep's folder asks all jobs to end.
+devices and starts this module as the job's process, which ends when the launcher's process does.
+The job's output goes to output.log in its folder. A file in the sweep's folder asks all jobs to
+end.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ class Ended:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Task:
-    """What a launcher calls with each job's configuration.
+    """Function that a launcher calls with each job's configuration: it runs the job in a process.
 
     Attributes:
         sweep: the sweep's folder.
-        overrides: what was typed for each job, by its folder's name.
+        overrides: the overrides typed for each job, by its folder's name.
         names: the runs' names in W&B, by their folders' names.
-        seeds: of all jobs.
+        seeds: the seeds of all jobs.
         starter: the id of the process that started the sweep.
     """
 
@@ -72,10 +73,10 @@ class Task:
     starter: int = field(default_factory=os.getpid)
 
     def __call__(self, composed: DictConfig) -> Ended:
-        if os.getpid() != self.starter:  # which it is with joblib and n_jobs=1
+        if os.getpid() != self.starter:  # with joblib and n_jobs=1 this process is the starter
             # An interrupt from a terminal reaches every process; here only the stop file counts.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if os.getppid() == self.starter:  # joblib's; Slurm's processes outlive the command
+            if os.getppid() == self.starter:  # with joblib; Slurm's processes outlive the command
                 _end_with(self.starter)
         hydra: Any = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
@@ -107,14 +108,15 @@ class Task:
 
 
 def _logging(hydra: Any) -> DictConfig:
-    """Of Hydra's configuration what the job's process needs: its launcher's cannot be pickled."""
+    """The part of Hydra's configuration that the job's process needs; the launcher's part cannot be
+    pickled."""
     wanted = OmegaConf.masked_copy(hydra, ["job_logging", "verbose"])
     plain = OmegaConf.to_container(wanted, resolve=True)
     return OmegaConf.create({"hydra": plain})
 
 
 def num_devices(config: RunConfig) -> int:
-    """Devices of this host that a job needs; 0: it runs on the CPU."""
+    """Number of devices of this host that a job needs; 0 for a job with engine.device=cpu."""
     if config.engine.device is Device.cpu:
         return 0
     nodes = config.engine.vllm.nnodes if config.engine.name == VLLM else 1
@@ -122,8 +124,8 @@ def num_devices(config: RunConfig) -> int:
 
 
 def _in_a_process(job: Job, name: str, seeds: list[int], devices: Sequence[str] | None) -> Ended:
-    """Run the job in a new process: its devices are set before torch sees them, and whatever
-    happens to it, other jobs and this process go on.
+    """Run the job in a new process, so that its devices are set before torch is imported, and that
+    other jobs and this process go on even if the new one dies.
     """
     environment = dict(os.environ)
     if devices is not None:
@@ -159,9 +161,9 @@ def _in_a_process(job: Job, name: str, seeds: list[int], devices: Sequence[str] 
 
 
 def main() -> None:
-    """The job's process: argv has the descriptor for the answer, and the parent's process id."""
+    """Run a job in this process; argv has the descriptor for the answer, and the parent's id."""
     answer, parent = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the parent ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent ignores SIGINT
     job, name, seeds = pickle.load(sys.stdin.buffer)  # from the parent's memory, through a pipe
     with terminations_as_interrupts():
         stop = job.sweep / STOP
@@ -172,7 +174,7 @@ def main() -> None:
         ended = _run(job, name, seeds)
         ignore_interrupts()
     with suppress(BrokenPipeError), os.fdopen(answer, "w") as write:
-        json.dump(asdict(ended), write)  # to nobody, if the command is gone
+        json.dump(asdict(ended), write)  # unread if the command is gone
     sys.exit(ended.outcome.status)
 
 
@@ -200,13 +202,13 @@ def _run(job: Job, name: str, seeds: list[int]) -> Ended:
 
 
 def _said(text: str) -> str:
-    """A message, which is in the job's own output too."""
+    """Write a message to the job's output too, and return it."""
     tell(text)
     return text
 
 
 def _watch(is_over: Callable[[], bool], end: Callable[[], None]) -> None:
-    """Have a thread end this process once `is_over`."""
+    """Start a thread that calls `end` once `is_over` returns true."""
 
     def look() -> None:
         while not is_over():
@@ -218,12 +220,13 @@ def _watch(is_over: Callable[[], bool], end: Callable[[], None]) -> None:
 
 @cache
 def _end_with(starter: int) -> None:
-    """End this process once its parent is gone; the job's process then saves, and ends too."""
+    """End this process once `starter`, its parent, is gone; the job's process then saves what is
+    finished, and ends too."""
     _watch(lambda: os.getppid() != starter, lambda: os._exit(1))
 
 
 def as_ended(value: Any, name: str) -> Ended:
-    """What a launcher returned for a job, which may be an exception."""
+    """The end of job `name`, from what a launcher returned for it, which may be an exception."""
     if isinstance(value, Ended):
         return value
     return Ended(outcome=Outcome(status=FAILED, job=name), said=f"job {name}: {value}")

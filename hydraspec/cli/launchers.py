@@ -39,9 +39,9 @@ class Division:
     """The jobs of a sweep.
 
     Attributes:
-        launched: those that have to run.
-        here: those whose results are there, taken over in this process afterwards.
-        twins: those that equal one that is launched, by number, with that one's number.
+        launched: jobs that have to run.
+        here: jobs with earlier results, which this process takes over afterwards.
+        twins: number of each job that equals a launched one -> number of the launched one.
     """
 
     launched: list[Job]
@@ -50,7 +50,7 @@ class Division:
 
 
 def divide(planned: Plan) -> Division:
-    """Decide what has to run."""
+    """Divide the jobs of a sweep into those to launch, those with results, and equal ones."""
     launched: list[Job] = []
     here: list[Job] = []
     twins: dict[int, int] = {}
@@ -60,7 +60,7 @@ def divide(planned: Plan) -> Division:
         config = copy.deepcopy(job.config)
         try:
             resolve(config)
-        except UserError:  # which the job then tells
+        except UserError:  # the job reports it when it runs
             launched.append(job)
             continue
         if sweep.find_finished(planned.folder, config) is not None:
@@ -76,11 +76,11 @@ def divide(planned: Plan) -> Division:
 
 
 def launch(planned: Plan, jobs: Sequence[Job]) -> dict[int, Ended]:
-    """Run jobs by the sweep's launcher and return when none is left, by their numbers.
+    """Run jobs by the sweep's launcher until all have ended; returns their ends by job number.
 
     Raises:
-        KeyboardInterrupt: once the jobs that ran have saved what was finished; at once at a second
-            interrupt.
+        KeyboardInterrupt: at an interrupt, after the jobs that ran have saved what was finished; at
+            a second interrupt at once.
     """
     if not jobs:
         return {}
@@ -103,7 +103,8 @@ def launch(planned: Plan, jobs: Sequence[Job]) -> dict[int, Ended]:
 def _launch(
     composed: DictConfig, folder: Path, task: Task, jobs: Sequence[Job], names: Sequence[str]
 ) -> list[Ended]:
-    """Hydra's launcher with the sweep's folder as it is now, and every job in its own."""
+    """Run jobs by Hydra's launcher, in folders of these names in `folder`, the sweep's; returns how
+    each job ended, in order."""
     config = copy.deepcopy(composed)
     OmegaConf.copy_cache(from_config=composed, to_config=config)
     with open_dict(config):
@@ -136,7 +137,7 @@ def _value(found: JobReturn) -> Any:
 
 
 def _lost(folder: Path, name: str, text: str) -> Ended:
-    """A job of which the launcher brought no word."""
+    """The end of a job for which the launcher returned nothing: from its result, or a failure."""
     if found := read_result(folder):
         return Ended(outcome=outcome(found, name))
     return Ended(outcome=Outcome(status=FAILED, job=name), said=f"job {name}: {text}")
@@ -153,8 +154,8 @@ def _quoted(text: str) -> str:
 
 @contextmanager
 def _stopping(stop: Path) -> Iterator[None]:
-    """The first interrupt asks all jobs to end, through a file that they look for; a second one is
-    raised."""
+    """Context in which a first interrupt creates the file `stop`, which asks all jobs to end, and a
+    second interrupt is raised."""
     stop.unlink(missing_ok=True)
 
     def ask() -> None:

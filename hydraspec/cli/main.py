@@ -1,9 +1,9 @@
-"""The front of all commands: verbs, what must be installed, interrupts, and the exit status.
+"""The entry point of all commands: verbs, required packages, interrupts, and the exit status.
 
 Exit status: 0 done; 2 wrong configuration; 3 unusable checkpoint or workload; 4 done, and the
 outputs are not the target's, or the gate found a regression; 130 interrupted; 1 anything else.
 
-Imports the standard library and ours alone, so that it can name packages that are missing.
+The module imports only the standard library and this package, so that it can name missing packages.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None, *, verb: str | None = None) -> int:
 
     Args:
         argv: what was typed after `hydraspec` or `python -m hydraspec.<verb>`; None: sys.argv's.
-        verb: of `python -m hydraspec.<verb>`; None: the first argument, or else a run.
+        verb: the verb of `python -m hydraspec.<verb>`; None: the first argument, or else a run.
 
     Returns:
         The exit status. A user's mistake prints one message to stderr; an unexpected exception
-        keeps its traceback. After an interrupt the process must end: further ones are ignored.
+        keeps its traceback. After an interrupt the process must end: others are ignored then.
     """
     typed = list(sys.argv[1:] if argv is None else argv)
     if verb is None:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, verb: str | None = None) -> int:
                 if verb == RUN:
                     _refuse_words(typed)
                 ending.status = load(VERBS[verb].place)(typed) or 0
-        except SystemExit:  # after --help, or of argparse
+        except SystemExit:  # from --help, or from argparse
             if verb == RUN and {"--help", "-h"} & {*typed}:
                 sys.stdout.write(_table_of_verbs())
             if not output.is_full():
@@ -91,7 +91,7 @@ def check_installed() -> None:
     """Refuse a Python that lacks a package which every command needs.
 
     Raises:
-        UserError: naming it.
+        UserError: naming the packages that are missing.
     """
     absent = [name for name in NEEDED if find_spec(name) is None]
     if absent:

@@ -1,5 +1,5 @@
-"""What combines with what: the configuration's own rules, asked for every combination of choices,
-and for each legal one the tests that run it.
+"""Matrix of legal combinations: the configuration's rules applied to every combination of choices,
+and, for each legal one, the tests that run it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
-# Axes in the order of a table. Choices of the first two make rows, of the next two columns.
+# In tables target and method make rows, the engine makes a table, and parallelism makes columns.
 AXES = ("target", "method", "engine", "parallelism", "cudagraph", "sampling")
-GROUPS = AXES[2:]  # what a configuration takes whole from another
+GROUPS = AXES[2:]  # groups that are replaced in the configuration of a target and a method
 ZOO = "tiny_"
 NO_DRAFTER = "the target's YAML names no drafter for it: give method.checkpoint"
 GATE = "make verify-gpu PART=cells"
@@ -32,7 +32,7 @@ GATE = "make verify-gpu PART=cells"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Cell:
-    """One combination; `reason` says why it is refused, None: it is legal."""
+    """A combination of choices; `reason` says why it is refused, and is None if it is legal."""
 
     choices: Mapping[str, str]  # by axis
     reason: str | None = None
@@ -49,9 +49,9 @@ def _native(*parallelism: str, **covers: Sequence[str]) -> dict[str, Sequence[st
     return {"engine": ("native",), "parallelism": parallelism, **covers}
 
 
-# A test (file::function, or a command) and the choices that it runs: all of an axis that is not
-# named. Over ranks a CPU runs without graphs; the graphs of ranks are those of one device, and
-# test_engines_of_devices runs every pair with them.
+# Tests (file::function, or a command) with the choices that each runs; it runs all choices of an
+# axis that is not named. Over ranks a CPU runs without graphs; the graphs of ranks are those of one
+# device, and test_engines_of_devices runs every pair with them.
 PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
     GATE: _native("single"),
     "tests/engine/test_fuzz_gemma4.py::test_configurations_decode_as_the_plain_engine": _native(
@@ -105,10 +105,11 @@ PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
 
 
 def axes(wanted: Mapping[str, Sequence[str]] | None = None) -> dict[str, tuple[str, ...]]:
-    """The choices of every axis: those wanted, else all; of targets the zoo's, which tests run.
+    """The choices of every axis: those wanted, by default all, but of targets only the zoo's, which
+    tests run.
 
     Raises:
-        ConfigurationError: an axis or a choice that does not exist.
+        ConfigurationError: an axis or a choice does not exist.
     """
     known = {axis: tuple(c for c in choices_of(axis) if c not in ALIASES) for axis in AXES}
     found = {**known, "target": tuple(name for name in known["target"] if name.startswith(ZOO))}
@@ -172,8 +173,9 @@ def _tests(choices: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def tables(found: Sequence[Cell]) -> str:
-    """Markdown: a table an engine, a row a pair of target and method, a column a split; where graph
-    mode or sampling decides, the cell says which are legal. Reasons are numbered below."""
+    """Markdown with a table per engine, a row per pair of target and method, and a column per
+    parallelism. If graph mode or sampling decides, the cell names the legal ones. Reasons of
+    refusal are numbered, and listed below the tables."""
     reasons: dict[str, int] = {}
     engines: dict[str, dict[tuple[str, str], dict[str, list[Cell]]]] = {}
     for cell in found:
@@ -195,7 +197,7 @@ def tables(found: Sequence[Cell]) -> str:
 
 
 def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
-    """Of one place in a table: whether all its graph modes and ways of sampling are legal."""
+    """Text of a place in a table: whether all its graph modes and ways of sampling are legal."""
     refused = [cell.reason for cell in of_place if cell.reason]
     if not refused:
         return "yes"
@@ -211,7 +213,7 @@ def _said(of_place: Sequence[Cell], reasons: dict[str, int]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the tables, and write every cell as JSON where asked to."""
+    """Print the tables, and with --json write every cell as JSON."""
     parser = Parser(
         "matrix",
         description="What combines with what, and which test runs it.",

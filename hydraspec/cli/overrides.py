@@ -23,13 +23,13 @@ EXPERIMENT = "experiment"
 
 
 def with_method(overrides: Sequence[str]) -> list[str]:
-    """`overrides`, with `method=auto` where the default method does not fit the rest.
+    """The overrides, with `method=auto` added if the default method does not fit them.
 
-    That is so with a drafter's folder (method.checkpoint), a folder that may be one
+    It does not fit a drafter's folder (method.checkpoint), a folder that may be a drafter's
     (target.checkpoint), or a target without a drafter for the default method; one such target of
-    several is enough, as `auto` is decided for each job. A method that is chosen is kept, and so is
-    an experiment, which may choose one. `experiment=null` becomes `experiment=[]`, its form in
-    Hydra's grammar.
+    several is enough, as `auto` is decided for each job. Nothing is added to overrides that choose
+    a method, or an experiment, which may choose a method. `experiment=null` becomes
+    `experiment=[]`, its form in Hydra's grammar.
     """
     overrides = [_without_null(typed) for typed in parse(overrides)]
     parsed = parse(overrides)
@@ -64,7 +64,7 @@ def _says_the_method(override: Override) -> bool:
 
 
 def values_of(override: Override) -> list[str]:
-    """An override with several values as one line a value."""
+    """Lines of an override, one for each of its values."""
     if not override.is_sweep_override():
         return [override.input_line or ""]
     key = override.get_key_element()
@@ -75,7 +75,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     """Overrides parsed by Hydra's grammar.
 
     Raises:
-        ConfigurationError: for the first that cannot be read.
+        ConfigurationError: for the first override that cannot be read.
     """
     parser = OverridesParser.create()
     parsed = []
@@ -100,10 +100,10 @@ def _unreadable(line: str) -> ConfigurationError:
 
 
 def check_keys(overrides: Sequence[Override]) -> None:
-    """Refuse unknown keys and choices that are no names, and those of Hydra's that name code.
+    """Refuse unknown keys, choices that are no names, and overrides of Hydra's keys that name code.
 
     Raises:
-        ConfigurationError: for the first.
+        ConfigurationError: for the first such override.
     """
     for override in (single for typed in overrides for single in parse(values_of(typed))):
         key, value = override.key_or_group, override.value()
@@ -135,10 +135,11 @@ def _flat(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def search_places(overrides: Sequence[str]) -> None:
-    """Take choices from the folders that hydra.searchpath names, and from no earlier command's.
+    """Search the folders that hydra.searchpath names for choices, instead of those of an earlier
+    command.
 
     Raises:
-        ConfigurationError: as `choices.search`.
+        ConfigurationError: the key is given twice, or `choices.search` raises it.
     """
     typed = [override for override in parse(overrides) if override.key_or_group == SEARCH_PATH]
     if len(typed) > 1:
@@ -151,7 +152,7 @@ def search_places(overrides: Sequence[str]) -> None:
 
 
 def with_config_dir(folder: str | None, overrides: Sequence[str]) -> list[str]:
-    """`overrides`, after `--config-dir FOLDER` as an override, which every composition reads."""
+    """The overrides, preceded by one of hydra.searchpath with the folder, unless that is None."""
     if folder is None:
         return list(overrides)
     place = f"file://{Path(folder).expanduser().absolute()}"

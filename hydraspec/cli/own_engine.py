@@ -1,6 +1,6 @@
-"""An engine for Python code of users, whose calls are checked: one message for each mistake.
+"""The engine that Python code of users gets: it checks calls, with one message for each mistake.
 
-Runs of the command line use the engine itself.
+Runs of the command line use the engine without these checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hydraspec.errors import ConfigurationError
 
 
 class OwnEngine:
-    """Passes every call to an engine until it is closed; the methods are those of `Engine`."""
+    """Engine that checks calls and passes them to the engine in it, until it is closed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -24,7 +24,7 @@ class OwnEngine:
         return getattr(self._open(name), name)
 
     def run(self, requests: Sequence[Any], *, concurrency: int | None) -> Iterator[Any]:
-        """See Engine.run.
+        """Run tokenised requests as Engine.run does; yields step records and completions.
 
         Raises:
             ConfigurationError: the engine is closed, or a request has no token ids.
@@ -38,10 +38,10 @@ class OwnEngine:
         return engine.run(requests, concurrency=concurrency)
 
     def cancel(self, index: int) -> None:
-        """See Engine.cancel.
+        """Cancel the request with this index, as Engine.cancel does.
 
         Raises:
-            ConfigurationError: also for what is no number of a request.
+            ConfigurationError: the engine is closed or cannot cancel, or `index` is no index.
         """
         engine = self._open("cancel")
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -49,11 +49,11 @@ class OwnEngine:
         engine.cancel(index)
 
     def baseline(self) -> OwnEngine:
-        """See Engine.baseline."""
+        """The same target without a drafter, as from Engine.baseline, with checked calls too."""
         return OwnEngine(self._open("baseline").baseline())
 
     def close(self) -> None:
-        """Close the engine; once more has no effect."""
+        """Close the engine; a second call has no effect."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()

@@ -1,4 +1,4 @@
-"""`hydraspec predict`: the command line of predictions, and the same from Python."""
+"""`hydraspec predict`: predictions of speedup, from the command line and from Python."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONCURRENCY = "workload.concurrency"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Predict what a command line names."""
+    """Predict the speedup of the jobs that a command line names."""
     parser = _parser()
     flags, rest = parser.parse_known_args(argv)
     args = read_keys(rest, "this is a prediction", sweeps=True, own=parser.flags)
@@ -71,22 +71,22 @@ def predict(
     config_dir: str | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Predictions from Python, one for each job: the content of its predict.json, and `run_dir`.
+    """Predict speedups; returns for each job the content of its predict.json, and `run_dir`.
 
     Args:
         drafts: the K to predict; None: 1 to method.num_speculative_tokens.
         concurrencies: requests at once; None: workload.concurrency where it is typed, else 1, 4
             and 16, as far as engine.max_num_seqs goes.
         acceptance: assumed conditional rates by position; None: measured.
-        waves: of requests that follow each other in a load; 1: they all begin together.
-        check: also run what is predicted.
+        waves: requests that follow each other in every place; 1: all requests begin together.
+        check: also run the workload, to compare its speedup with the predicted one.
     """
     from hydraspec.analysis.predict import run, words
     from hydraspec.analysis.predict.prediction import Wanted
 
     torchrun.refuse_calls()
     planned = plan(with_config_dir(config_dir, overrides), multirun=multirun)
-    # Of a sweep; method=none is what the others are compared with.
+    # In a sweep, predictions compare the other jobs with method=none, which gets none itself.
     jobs = [job for job in planned.jobs if job.config.method.name != "none"] or planned.jobs
     wanted = []
     for job in jobs:
@@ -120,7 +120,8 @@ def predict(
 
 
 def concurrencies_of(job: Job) -> list[int]:
-    """workload.concurrency where it is typed, else those that are usual."""
+    """Concurrencies to predict, up to engine.max_num_seqs: workload.concurrency if it was typed,
+    else CONCURRENCIES."""
     slots = job.config.engine.max_num_seqs
     if any(typed.lstrip("+").startswith(f"{CONCURRENCY}=") for typed in job.overrides):
         return [min(job.config.workload.concurrency or slots, slots)]

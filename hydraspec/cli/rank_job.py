@@ -17,7 +17,7 @@ from hydraspec.parallel.job import RankJob
 
 
 def rank_job(job: Job, *, quiet: bool, logs: bool) -> RankJob:
-    """The job as its ranks get it; `logs`: whether they configure their log."""
+    """The job in the form in which ranks get it; `logs`: whether ranks configure their log."""
     hydra, verbose = job.composed.hydra, job.composed.hydra.verbose
     logging = OmegaConf.to_container(hydra.job_logging, resolve=True) if logs else None
     assert logging is None or isinstance(logging, dict)
@@ -32,20 +32,20 @@ def rank_job(job: Job, *, quiet: bool, logs: bool) -> RankJob:
 
 
 def run_here(job: RankJob) -> dict[str, Any]:
-    """Run it in this process, and return its summary."""
+    """Run a job in this process; returns its summary."""
     run = runner(job.config)
     return run(job.config, run_dir=job.folder, overrides=job.overrides, quiet=job.quiet)
 
 
 def logged(job: RankJob) -> AbstractContextManager[None]:
-    """Configure the log; with `quiet` errors alone are logged for a while."""
+    """Configure the log of a rank; returns a context in which a quiet job logs only errors."""
     if job.logging is not None:
         configure_log(OmegaConf.create(job.logging), job.verbose)
     return errors_alone_logged() if job.quiet else nullcontext()
 
 
 def runner(config: RunConfig) -> Callable[..., dict[str, Any]]:
-    """What runs a resolved configuration in this process: a run, or a benchmark."""
+    """The function that runs a resolved configuration, a run or a benchmark, in this process."""
     if is_bench(config):
         from hydraspec.bench.run import run
     else:
@@ -56,7 +56,7 @@ def runner(config: RunConfig) -> Callable[..., dict[str, Any]]:
 
 @contextmanager
 def errors_alone_logged() -> Iterator[None]:
-    """The package's log without warnings for a while: they are in the summary too."""
+    """Context in which the package logs only errors: the summary has the warnings too."""
     logger = logging.getLogger("hydraspec")
     level = logger.level
     logger.setLevel(logging.ERROR)

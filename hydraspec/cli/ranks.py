@@ -40,22 +40,22 @@ WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
 
 
 def needs_ranks(config: RunConfig) -> bool:
-    """Returns whether this run is several processes of ours. A benchmark's own processes are each
-    such a run; vLLM starts its own."""
+    """Returns whether a job runs as several ranks that HydraSpec starts. With bench.isolate each
+    process of a benchmark starts its own ranks; vLLM starts its own processes."""
     return runs_over_ranks(config) and not (is_bench(config) and config.bench.isolate)
 
 
 def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
-    """Run a resolved job as ranks of this host, or with those of torchrun; returns its summary.
+    """Run a resolved job as ranks of this host, or with the ranks of torchrun; returns its summary.
 
     Args:
         logs: whether ranks configure their log as hydra.job_logging says.
 
     Raises:
-        UserError: the first rank's, or what any rank met.
-        CannotWriteError: of the first rank.
+        UserError: a rank reported a user's mistake.
+        CannotWriteError: the first rank could not write a file.
         LostRankError: a rank failed, was killed or stood still; what was finished is saved.
-        KeyboardInterrupt: once what was finished is saved.
+        KeyboardInterrupt: after the finished requests were saved.
     """
     config = job.config
     folder, started = job.folder.absolute(), time.time()
@@ -89,7 +89,8 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
 
 
 def _environment(config: RunConfig) -> dict[str, str]:
-    """This process's, with CPU threads shared out: each rank's library would take all cores."""
+    """The environment of ranks: this process's, with CPU threads divided among the ranks, as
+    OpenMP would use all cores in each."""
     environment = dict(os.environ)
     share = max(1, (os.cpu_count() or 1) // config.parallelism.num_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(config.engine.num_threads or share))
@@ -105,15 +106,15 @@ def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistake(exit_code: int, text: str, name: str = "", **fields: str | None) -> UserError:
-    """A UserError of a rank, as the class that has its exit status."""
+    """The UserError that a rank reported, of the class `name`, else of one with its exit status."""
     known = {kind.__name__: kind for kind in MISTAKES}
     by_status = {2: ConfigurationError, 3: CheckpointError}
     return known.get(name, by_status.get(exit_code, UserError))(text, **fields)
 
 
 def save_for_first(job: RankJob, fault: Fault, started: float) -> None:
-    """Save what the first rank had finished, if it had begun: it is gone, whichever rank failed
-    first. See what_happened."""
+    """Save the requests that the first rank had finished, if it had begun to decode: its process
+    has ended, whichever rank failed first. `started`: time.time() before the run."""
     folder = job.folder.absolute()
     if not written_since(folder / UNSAVED, started):
         return  # without the import of torch
@@ -130,7 +131,7 @@ def save_for_first(job: RankJob, fault: Fault, started: float) -> None:
 
 
 def what_happened(job: RankJob, fault: Fault, started: float) -> LostRankError:
-    """The error of a run that lost a rank; `started`: time.time() before it."""
+    """The error of a run that lost a rank; `started`: time.time() before the run."""
     folder = job.folder.absolute()
     lines = [f"{fault}\n  so the run has ended"]
     summary, kept = (written_since(folder / name, started) for name in (SUMMARY, UNSAVED))
@@ -149,7 +150,7 @@ def what_happened(job: RankJob, fault: Fault, started: float) -> LostRankError:
 
 
 def _remove_empty(logs: Path) -> None:
-    """Leave logs of ranks only where a rank said something."""
+    """Remove empty logs of ranks, and their folder if no log is left."""
     for log in logs.glob("rank*.log"):
         if not log.stat().st_size:
             log.unlink()

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _read(folders: Sequence[Path], *, asked: str | None = None) -> tuple[Study, Runs | None]:
-    """A report, and the runs in it; None where it is over benchmarks alone.
+    """The report over folders, and the runs in it, None if it is over benchmarks alone.
 
     Raises:
         ConfigurationError: the folders make no report.
@@ -110,16 +110,16 @@ def _holds_runs(folder: Path) -> bool:
 
 
 def close_run(config: RunConfig, folder: Path, *, quiet: bool = False) -> None:
-    """Make the report of a single run or benchmark, if tracker.report asks for one. What fails is a
-    warning."""
+    """Make the report of a single run or benchmark, if tracker.report asks for one. A failure is
+    logged as a warning."""
     if config.tracker.report:
         with _warned("no report"):
             _write(config, *_read([folder]), folder, quiet=quiet)
 
 
 def compare(folder: Path) -> None:
-    """Print a sweep's jobs side by side, and write the comparison of its runs. Benchmarks that
-    cannot be read are a warning.
+    """Print a sweep's jobs side by side, and write the comparison of its runs. For benchmarks that
+    cannot be read a warning is logged.
 
     Raises:
         OSError: with the path, if the folder cannot be written.
@@ -136,11 +136,11 @@ def compare(folder: Path) -> None:
 
 
 def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> None:
-    """Record a sweep's summary run, and make its report, if these are asked for. What fails is a
-    warning. W&B has runs alone: benchmarks are in the report.
+    """Record a sweep's summary run in W&B, and make its report, if the configurations ask for them.
+    A failure is logged as a warning. Benchmarks are in the report only, not in W&B.
 
     Args:
-        group: of its runs in W&B, where none was chosen.
+        group: the W&B group of the sweep's runs, if tracker.group is null.
     """
     of_runs = (config for config in configs if not is_bench(config))
     tracked = next((config for config in of_runs if config.tracker.records), None)
@@ -160,7 +160,7 @@ def close_sweep(configs: Sequence[RunConfig], folder: Path, *, group: str) -> No
 def _write(
     config: RunConfig, made: Study, runs: Runs | None, folder: Path, *, quiet: bool = False
 ) -> None:
-    """Write the report; with tracker.mode=online W&B gets it too, where it has the runs."""
+    """Write the report, and publish it to W&B if the runs are recorded with tracker.mode=online."""
     from hydraspec.study import contents, wandb_report
 
     paths = contents.write(made, runs, folder)
@@ -173,7 +173,7 @@ def _write(
 
 @contextmanager
 def _warned(consequence: str) -> Iterator[None]:
-    """Log what fails as a warning."""
+    """Context that logs an OSError or a UserError as a warning, after the text `consequence`."""
     try:
         yield
     except (OSError, UserError) as error:

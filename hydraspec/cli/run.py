@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run what was typed, or as a rank of torchrun take part in it; returns the exit status."""
+    """Run a command line, or take part in it as a further rank of torchrun; returns the exit
+    status."""
     torchrun.check_environment()
     if torchrun.is_follower():
         return torchrun.follow(PROGRAM)
@@ -47,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _checked_folder(planned: Plan) -> Iterator[None]:
-    """The folder of a run or a sweep, claimed; errors of its files are a user's."""
+    """Context that claims the folder of a run or sweep; raises errors of its files as UserError."""
     with claimed_folder(planned):
         try:
             if planned.is_named and planned.is_sweep:
@@ -61,8 +62,8 @@ def _checked_folder(planned: Plan) -> Iterator[None]:
 
 
 def _run_jobs(planned: Plan) -> int:
-    """Run the jobs, here one after another unless a launcher does; a sweep ends with its
-    comparison, whatever failed."""
+    """Run the jobs one after another, or by a launcher; a sweep ends with its comparison, whatever
+    failed. Returns the exit status."""
     outcomes: list[Outcome] = []
     before = results(planned.folder)
     if planned.is_sweep:
@@ -88,7 +89,7 @@ def _run_jobs(planned: Plan) -> int:
         finally:
             if planned.is_sweep and results(planned.folder):
                 report.compare(planned.folder)
-                if sys.exception() is None:  # one that was cut short is resumed, and then closed
+                if sys.exception() is None:  # a sweep that was cut short is closed once resumed
                     configs = [job.config for job in planned.jobs]
                     group = sweep.group_name(planned.folder)
                     report.close_sweep(configs, planned.folder, group=group)
@@ -105,7 +106,7 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
     """Run a sweep's jobs by Hydra's launcher.
 
     Returns:
-        How they ended, and the jobs whose results are to be taken over from a finished one.
+        The ends of jobs, and the jobs whose results are to be taken over from a finished one.
     """
     if torchrun.num_ranks() > 1:
         raise refusal(
@@ -132,7 +133,7 @@ def _run_by_launcher(planned: Plan) -> tuple[list[Outcome], list[Job]]:
 
 @contextmanager
 def _claimed_job(job: Job, planned: Plan) -> Iterator[None]:
-    """A sweep's job announced, and its folder kept from other processes for a while."""
+    """Context that announces a job of a sweep, and locks its folder against other processes."""
     if not planned.is_sweep:
         yield
         return

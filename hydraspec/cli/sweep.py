@@ -1,8 +1,8 @@
 """Reuse of results in a sweep: equal jobs run once, and a sweep resumes in its folder.
 
-Nothing runs here. Jobs are equal when their configurations are, apart from the tracker; compared is
-the method that `method=auto` was resolved to. The results of a finished job are not used again once
-a local file of its workload or checkpoints has changed after it began.
+Nothing runs here. Jobs are equal if their configurations are, apart from the tracker, with
+`method=auto` replaced by the method it was resolved to. The results of a finished job are not used
+again once a local file of its workload or checkpoints has changed after the job began.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def record_skipped(sweep_dir: Path, jobs: Sequence[Skipped]) -> None:
-    """Say which jobs of a sweep are left out, and why, in the log and in their folders."""
+    """Record in the log and in their folders which jobs of a sweep are left out, and why."""
     for job in jobs:
         reason = str(job.error).partition("\n")[0]
         log.warning("job %d is skipped: %s", job.number, reason)
@@ -74,7 +74,7 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
         summary = read_result(folder)
         if summary.get("status") != "ok" or "reused_from" in summary:
             continue
-        with suppress(ConfigurationError):  # a folder in the sweep's that is no job
+        with suppress(ConfigurationError):  # a folder in the sweep's folder that is no job's
             if _recorded(folder) == identity(config):
                 changed = _changed_input(folder, config)
                 if changed is None:
@@ -84,7 +84,8 @@ def find_finished(sweep_dir: Path, config: RunConfig) -> Path | None:
 
 
 def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Copy the results of the equal job in `source` to `run_dir`, where they name that job."""
+    """Copy the results of the equal job in `source` to `run_dir`; returns the result, in which
+    `reused_from` names that job."""
     if source.resolve() == run_dir.resolve():
         log.info("%s is finished: not run again", run_dir)
         return read_result(run_dir)
@@ -103,8 +104,8 @@ def take_over(source: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str
 
 
 def note_idle_seed(config: RunConfig, seeds: Sequence[int]) -> None:
-    """Add a warning to config.warnings where a sweep over `seed` repeats this job's outputs; seeds
-    are those of all its jobs.
+    """Add a warning to config.warnings if a sweep over `seed` repeats this job's outputs; `seeds`
+    are those of all jobs of the sweep.
 
     Raises:
         WorkloadError: the job's workload cannot be read.
@@ -128,7 +129,7 @@ def group_name(sweep_dir: Path) -> str:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two resolved jobs equal: everything but the tracker."""
+    """Values that are the same in equal jobs: a resolved configuration without the tracker."""
     plain = to_dict(config)
     del plain["tracker"]
     return plain
@@ -141,10 +142,10 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def _recorded(folder: Path) -> dict[str, Any] | None:
-    """The configuration a job's folder records; None where there is none.
+    """The configuration, without the tracker, that a job's folder records; None without one.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: the recorded configuration cannot be read.
     """
     path = folder / "config.yaml"
     if not path.is_file():

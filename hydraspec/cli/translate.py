@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf as ours: key, value given, what is allowed, what to do."""
+"""Errors of Hydra and OmegaConf as ConfigurationError: key, value, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MISSING_KEY = re.compile(r"Could not override '.*?'\.\s+To append .* use \+(.*?)
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise errors of Hydra and OmegaConf as ConfigurationError."""
+    """Context that raises errors of Hydra and OmegaConf as ConfigurationError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -31,7 +31,7 @@ def translated() -> Iterator[None]:
 
 
 def translate(error: Exception) -> ConfigurationError:
-    """An error of Hydra or OmegaConf as ours."""
+    """An error of Hydra or OmegaConf as a ConfigurationError."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -48,7 +48,7 @@ def translate(error: Exception) -> ConfigurationError:
 
 
 def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> ConfigurationError:
-    """The error of a key that the choice of its group lacks."""
+    """The error for a key that the choice of its group lacks."""
     group = key.partition(".")[0]
     hidden = {NAME, *_keys_of_choices(group)}
     known = [str(name) for name in node if name not in hidden]
@@ -57,7 +57,8 @@ def _missing_key(key: str, value: str, parent: str, node: DictConfig) -> Configu
 
 
 def _keys_of_choices(group: str) -> set[str]:
-    """Keys of a group that its choices' YAML alone may give."""
+    """Keys of a group that messages do not offer, as only its choices' YAML or the method give
+    them."""
     schema = keys_of(RunConfig).get(group)
     if not isinstance(schema, type) or not is_dataclass(schema):
         return set()

@@ -1,4 +1,4 @@
-"""Rules of benchmarks; bench/run.py runs them."""
+"""Rules of the keys of benchmarks. bench/run.py runs the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
 BENCHES = PLAIN, DECODE, LOAD, SERVE, TURNS = "none", "decode", "load", "serve", "turns"
-# Of random prompts, which share nothing: engines would find what an earlier repeat has left.
+# Benchmarks whose random prompts share no prefix: a cache would only hold those of earlier repeats.
 UNCACHED = {DECODE, LOAD, SERVE}
 MOST_RATE = 1e6  # requests per second, far past what an engine can take
 
 
 def is_bench(config: RunConfig) -> bool:
-    """Returns whether a table of timings is made, in place of a run."""
+    """Returns whether the configuration is of a benchmark, a table of timings, and not of a run."""
     return config.bench.name != PLAIN
 
 
 def methods_of(config: RunConfig) -> list[str]:
-    """The methods of the table: those given, else plain decoding and the method chosen."""
+    """The methods to time: bench.methods, or by default plain decoding and the chosen method."""
     if config.bench.methods is not None:
         return config.bench.methods
     return list(dict.fromkeys([PLAIN, config.method.name]))
 
 
 def is_rising(sizes: Sequence[int]) -> bool:
-    """Returns whether these are whole numbers from 1 on, at least one, each larger than the one
-    before."""
+    """Returns whether `sizes` is not empty and holds whole numbers from 1 on, each larger than the
+    one before."""
     return bool(sizes) and min(sizes) >= 1 and sorted(set(sizes)) == sizes
 
 
 def _known(given: Sequence[str], known: Iterable[str]) -> bool:
-    """Returns whether a list holds known words, each once, and one at least."""
+    """Returns whether `given` is not empty and holds words of `known` only, each once."""
     return bool(given) and len(set(given)) == len(given) and set(given) <= set(known)
 
 
@@ -49,7 +49,7 @@ def _at_least_the_median(key: str) -> Rule:
 
 
 def _of_a_bench(rule: Rule) -> Rule:
-    """The rule for benchmarks that have its key."""
+    """The rule, limited to benchmarks that have its key."""
 
     def applies(c: RunConfig) -> bool:
         has_it = has_key(c.bench.name, rule.key) or not rule.key.startswith("bench.")
@@ -59,7 +59,7 @@ def _of_a_bench(rule: Rule) -> Rule:
 
 
 def _longest(c: RunConfig) -> tuple[str, int]:
-    """The keys that bound a request's tokens, for messages, and that bound."""
+    """The keys that bound a request's tokens, as text for messages, and the bound in tokens."""
     keys, count = ("prompt_tokens", "output_tokens"), 1
     if c.bench.name in (LOAD, SERVE):
         keys = ("max_prompt_tokens", "max_output_tokens")
@@ -71,7 +71,7 @@ def _longest(c: RunConfig) -> tuple[str, int]:
 
 
 def check_room(config: RunConfig, limit: int) -> None:
-    """Refuse requests that are longer than a loaded target takes.
+    """Refuse a benchmark with requests longer than the loaded target takes.
 
     Raises:
         ConfigurationError: a request of the benchmark has more than `limit` tokens.
@@ -85,7 +85,8 @@ def check_room(config: RunConfig, limit: int) -> None:
 
 
 def uncached(config: RunConfig, typed: Container[str]) -> list[str]:
-    """A warning where engine.prefix_caching=true was typed for a benchmark that turns it off."""
+    """The warning, if any, that a benchmark ignores the engine.prefix_caching=true that was typed;
+    `typed` are the keys of the overrides."""
     if "engine.prefix_caching" not in typed or config.bench.name not in UNCACHED:
         return []
     return [

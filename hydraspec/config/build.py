@@ -1,4 +1,4 @@
-"""DictConfig → RunConfig: the only place that converts one, and checks keys and types.
+"""Conversion of a DictConfig into a RunConfig, with checks of keys and types.
 
 Ranges and combinations are checked in checks.py; derive.py fills in defaults that depend on other
 keys. Types are checked here and not by OmegaConf's structured configs, which convert instead of
@@ -28,8 +28,8 @@ from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, Worklo
 from hydraspec.errors import ConfigurationError, UserError
 
 MISSING = "???"
-OPTIONS = "options"  # of a method; left out where it has none
-NAME = "name"  # of the choice, a key of every group
+OPTIONS = "options"  # key with a method's own options; left out if the method has none
+NAME = "name"  # key of every group: the name of its choice
 HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
 WITH_OWN_KEYS = {  # groups whose choices differ in their keys
     "engine": EngineConfig(name=""),
@@ -85,7 +85,7 @@ def _check_own_keys(config: RunConfig, group: str, default: object) -> None:
             parent = key.rpartition(".")[0]
             while not (known := keys_in(name, parent)) and parent != group:
                 parent = parent.rpartition(".")[0]
-            given = getattr(value, "value", value)  # of an Enum
+            given = getattr(value, "value", value)  # plain value of an Enum
             raise no_key(key, given, f"{group}={name}", parent, set(known) - {NAME})
 
 
@@ -97,27 +97,30 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def from_dict(plain: dict[str, Any], warnings: Sequence[str]) -> RunConfig:
-    """The configuration that `to_dict` made plain: checked before, and with its warnings again."""
+    """The configuration that `to_dict` made plain, with its warnings. Ranges and combinations were
+    checked before, and are not checked again."""
     config: RunConfig = _build(RunConfig, plain, "")
     config.warnings.extend(warnings)
     return config
 
 
 def keys_of(schema: type) -> dict[str, Any]:
-    """Field name → type, of the fields of a dataclass that YAML may hold."""
+    """Types, by name, of the fields of a dataclass that YAML may hold: all but the derived ones."""
     hints = typing.get_type_hints(schema)
     fields = dataclasses.fields(schema)
     return {field.name: hints[field.name] for field in fields if not field.metadata.get("derived")}
 
 
 def typed_keys(schema: type) -> list[str]:
-    """Fields that messages offer to be typed: neither a choice's name nor keys of choices alone."""
+    """Names of the fields that messages offer: all but the name of the choice, and the fields that
+    are marked OF_CHOICES or OF_METHOD."""
     hidden = {f.name for f in dataclasses.fields(schema) if f.metadata.keys() & HIDDEN} | {NAME}
     return [name for name in keys_of(schema) if name not in hidden]
 
 
 def check_key(path: str, value: object) -> None:
-    """Refuse an unknown dotted key. Hydra's own message would recommend to add it with `+`."""
+    """Raise ConfigurationError for an unknown dotted key. Hydra's own message would recommend to
+    add the key with `+`."""
     schema: Any = RunConfig
     seen: list[str] = []
     for part in path.split("."):
@@ -138,7 +141,7 @@ def check_key(path: str, value: object) -> None:
 
 
 def in_mapping(path: str) -> bool:
-    """Returns whether a dotted key is a mapping with names that are not known ahead, or in one."""
+    """Returns whether a dotted key is a mapping with arbitrary names, or is in such a mapping."""
     schema: Any = RunConfig
     for part in path.split("."):
         if not dataclasses.is_dataclass(schema):
@@ -222,7 +225,7 @@ def _build_options(method: object, values: object, path: str) -> Any:
         options = _build(schema, {} if values is None else values, path)
     except UserError:
         raise
-    except ValueError as error:  # the dataclass's own __post_init__
+    except ValueError as error:  # from the dataclass's __post_init__
         allowed = f"keys of {path} are {listing(keys_of(schema))}"
         raise refusal(path, values, f"cannot be used: {error}", allowed=allowed) from error
     check_options(options)
@@ -323,7 +326,8 @@ def _join(path: str, name: object) -> str:
 
 
 def schema_keys(schema: type = RunConfig, path: str = "") -> Iterator[str]:
-    """Every dotted key of the configuration, leaves only."""
+    """Every dotted key of `schema`, leaves only; method.options is left out, as its keys depend on
+    the method."""
     for name, kind in keys_of(schema).items():
         if dataclasses.is_dataclass(kind):
             yield from schema_keys(typing.cast(type, kind), _join(path, name))

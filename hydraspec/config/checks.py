@@ -1,6 +1,6 @@
-"""Ranges and combinations of keys, one table a group.
+"""Tables of rules for ranges and combinations of keys.
 
-Knows values only: files, checkpoints and devices are checked where they are used.
+The rules look at values only: files, checkpoints and devices are checked where they are used.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hydraspec.shipped import SHAPE_PREFIX
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
 # drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
 MAX_SPECULATIVE_TOKENS = 32
+MIXED_ROWS = (256, 2048)  # least and most rows of the largest captured step with prompts
 # Far past what helps; thousands of threads hang or end the process.
-MIXED_ROWS = (256, 2048)  # of the largest captured step with prompts
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
-MAX_RANKS = 1024  # a process each; far past what one engine can use
+MAX_RANKS = 1024  # each is a process; far past what one engine can use
 MIN_TIMEOUT_S = 5  # a rank's processor may be taken away for a second or two
 MAX_TAG_LENGTH = 64  # in W&B
 MAX_PROJECT_LENGTH, NOT_IN_PROJECTS = 128, "/\\#?%:"  # of a project's name in W&B
@@ -43,7 +43,8 @@ LENGTH = "method.synthetic_acceptance_length"
 
 
 def check(config: RunConfig) -> None:
-    """Refuse the first thing that cannot work; note what is only pointless in `warnings`."""
+    """Raise ConfigurationError for the first value or combination that cannot work; add warnings
+    about values without effect to `config.warnings`."""
     enforce(RULES, config)
     for i, token in enumerate(config.sampling.stop_token_ids):
         ids = SAMPLING_RANGES["stop_token_ids"]
@@ -58,12 +59,12 @@ def check(config: RunConfig) -> None:
 
 
 def check_method(config: RunConfig) -> None:
-    """The rules of method and engine again, once a checkpoint has said method and K."""
+    """Check the rules of method and engine again, once a checkpoint has given method and K."""
     enforce(METHOD_AND_ENGINE, config)
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse unknown names and empty checkpoints. Comes first: defaults depend on them."""
+    """Refuse unknown names and empty checkpoints, before defaults that depend on them are set."""
     enforce(NAMES, config)
     known = set(choices_of("method")) - ALIASES - {"none"}
     known -= {name for name in known if not packaged("method", name).get("needs_checkpoint", True)}
@@ -99,7 +100,7 @@ def _within(key: str, name: str) -> Rule:
 
 
 def _shape(group: str) -> Iterator[Rule]:
-    """A checkpoint "shape:<name>" is one that ships, and its weights are random."""
+    """Rules of a checkpoint "shape:<name>": a shape that ships with the package, random weights."""
     key = f"{group}.checkpoint"
 
     def is_shape(c: RunConfig) -> bool:
@@ -127,7 +128,7 @@ def _shape(group: str) -> Iterator[Rule]:
 
 
 def _axis(axis: str) -> Iterator[Rule]:
-    """Ranks along an axis of the parallelism group."""
+    """Rules of the number of ranks along an axis of the parallelism group."""
     key = f"parallelism.{axis}"
     yield at_least(key, 1)
     yield Rule(
@@ -151,7 +152,7 @@ def _axis(axis: str) -> Iterator[Rule]:
 
 
 def _drafts(c: RunConfig) -> bool:
-    """Returns whether there are drafts, and their number is known."""
+    """Returns whether the method drafts with a known K; with method=auto a checkpoint may say K."""
     return c.method.name != "none" and (c.method.name, c.method.num_speculative_tokens) != (AUTO, 0)
 
 
@@ -168,7 +169,7 @@ def _is_native(c: RunConfig) -> bool:
 
 
 def _rows(c: RunConfig) -> int:
-    """Rows of one request in a step that verifies drafts."""
+    """Rows of one request in a step that verifies drafts: K+1."""
     return c.method.most_drafts + 1
 
 
@@ -279,7 +280,7 @@ RULES = (
     *_shape("method"),
     *METHOD_AND_ENGINE,
     *(*_axis("tensor"), *_axis("pipeline"), *_axis("data")),
-    Rule(  # whether they fit the target is checked when that is read
+    Rule(  # whether the layers fit the target is checked when the target is read
         "parallelism.pipeline_layers",
         lambda layers, c: (
             layers is None or (len(layers) == c.parallelism.pipeline and min(layers) > 0)

@@ -1,6 +1,6 @@
-"""The config tree: the choices of a group, and a value of one.
+"""The config tree: the choices of each group, and the values in a choice's YAML.
 
-It ships with the package; --config-dir or hydra.searchpath add further places.
+The tree ships with the package; --config-dir and hydra.searchpath add further places.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from hydraspec.shipped import SHAPES
 
 SEARCH_PATH = "hydra.searchpath"  # Hydra's key; --config-dir is its short form
 
-_places: tuple[str, ...] = ()  # beside the package's own
+_places: tuple[str, ...] = ()  # searched after the package's own tree
 
 
 def search(places: Sequence[str]) -> None:
-    """Take choices from these folders or "pkg://" packages too; replaces those of an earlier call.
+    """Search these folders and "pkg://" packages for choices too, instead of those of an earlier
+    call.
 
     Raises:
-        ConfigurationError: a place that does not exist, or a YAML file that two of them have.
+        ConfigurationError: a place does not exist, or two places have the same YAML file.
     """
     global _places
     if tuple(places) == _places:
@@ -62,10 +63,11 @@ def choices_of(group: str) -> tuple[str, ...]:
 
 
 def added_workload(name: str) -> EntryPoint | None:
-    """The function of another package that yields the lines of a workload; None for our own.
+    """Entry point of another package's function that yields the lines of a workload; None if no
+    other package has the workload.
 
     Raises:
-        ConfigurationError: a package takes the name of one of ours.
+        ConfigurationError: another package has a workload with the name of one of HydraSpec's.
     """
     own = [place.name for place in _own_root().joinpath("workload").iterdir()]
     ours = dict.fromkeys((file.removesuffix(".yaml") for file in own), "")  # none is loaded here
@@ -80,38 +82,40 @@ def packaged_value(group: str, choice: str, key: str) -> str | None:
 
 
 def added_choices(group: str) -> set[str]:
-    """Names that other installed packages offer for a group; their YAML may be out of sight."""
+    """Names that other installed packages offer for a group, even if no YAML of them is found."""
     points = {"method": plugins.SPECULATORS, "workload": plugins.WORKLOADS}
     return plugins.added(points[group]) if group in points else set()
 
 
 def name_of(group: str, choice: str) -> str | None:
-    """The recorded name of a choice, which for an alias is that of the choice it stands for."""
+    """The recorded name of a choice, for an alias that of the choice it stands for; None without
+    one."""
     name = packaged_value(group, choice, "name")
     aliased = packaged(group, choice).get("defaults", [])
     return name or next((name_of(group, str(base)) for base in aliased), None)
 
 
 def packaged_drafters(target: str) -> dict[str, str]:
-    """The drafters that a target's YAML names, method → checkpoint, in its order."""
+    """The drafters that a target's YAML names, method → checkpoint, in the order of the YAML."""
     drafters = packaged("target", target).get("drafters")
     return dict(drafters) if isinstance(drafters, dict) else {}
 
 
 def choices_with(key: str) -> list[str]:
-    """The choices of a dotted key's group that have the key, as they are typed."""
+    """The choices of a dotted key's group that have the key, as "group=name"."""
     group = key.partition(".")[0]
     return [f"{group}={name}" for name in choices_of(group) if has_key(name, key)]
 
 
 def has_key(choice: str, key: str) -> bool:
-    """Returns whether a choice has a dotted key, which begins with its group."""
+    """Returns whether a choice has the dotted `key`, which begins with the choice's group."""
     parent, _, name = key.rpartition(".")
     return not parent or name in keys_in(choice, parent)
 
 
 def keys_in(choice: str, parent: str) -> list[str]:
-    """The keys that a choice has in a dotted key, which begins with its group."""
+    """Names of the keys that a choice has under `parent`, a dotted key that begins with the
+    choice's group."""
     group, *parts = parent.split(".")
     values: Any = spelt(group, choice)
     for part in parts:
@@ -120,8 +124,8 @@ def keys_in(choice: str, parent: str) -> list[str]:
 
 
 def spelt(group: str, choice: str) -> dict[Any, Any]:
-    """The keys that a choice's YAML spells out. Workloads of others are read as lines, and have the
-    keys of workload=jsonl too."""
+    """Keys and values in a choice's YAML. Workloads of other packages are read as JSON lines, so
+    they have the keys of workload=jsonl too."""
     is_ours = group != "workload" or _own_root().joinpath(group, f"{choice}.yaml").is_file()
     return ({} if is_ours else packaged(group, "jsonl")) | packaged(group, choice)
 
@@ -129,7 +133,8 @@ def spelt(group: str, choice: str) -> dict[Any, Any]:
 def no_key(
     key: str, value: object, choice: str, parent: str, known: Collection[str]
 ) -> ConfigurationError:
-    """The error of a key that a choice lacks; `known` are those that it has in `parent`."""
+    """The error for a key that `choice` ("group=name") lacks; `known` are the keys that the choice
+    has in `parent`."""
     meant = nearest(key.removeprefix(f"{parent}."), known)
     remedy = f"did you mean {parent}.{meant}?" if meant else "leave it out"
     others = choices_with(key)
@@ -147,7 +152,7 @@ def shipped_shapes() -> tuple[str, ...]:
 
 @cache
 def packaged(group: str, choice: str) -> dict[Any, Any]:
-    """The contents of a choice's YAML, to be read only; empty without the choice."""
+    """The contents of a choice's YAML, not to be modified; empty without the choice."""
     if choice not in choices_of(group):
         return {}
     places = (root.joinpath(group, f"{choice}.yaml") for root in _roots())
@@ -165,7 +170,7 @@ def _own_root() -> Traversable:
 
 
 def _root(place: str) -> Traversable:
-    """A folder or a package, written as Hydra has it in hydra.searchpath."""
+    """The folder of a place, which is written as in hydra.searchpath: a folder or a package."""
     scheme, _, rest = place.rpartition("://")
     with suppress(ImportError, TypeError, ValueError):  # no such package
         root = files(rest) if scheme == "pkg" else Path(rest).expanduser()
@@ -181,7 +186,7 @@ def _root(place: str) -> Traversable:
 
 
 def _yaml_files(root: Traversable) -> Iterator[str]:
-    """The YAML files of a place, in the folders that the package's own tree has."""
+    """Paths of the YAML files of a place, in the folders that the package's own tree has."""
     for group in ("", *_groups(_own_root(), "")):
         folder = root.joinpath(group)
         if folder.is_dir():

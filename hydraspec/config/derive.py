@@ -1,4 +1,4 @@
-"""Defaults that depend on other keys. A warning names each value of the user's that is changed."""
+"""Defaults that depend on other keys. A warning names each of the user's values that is changed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from hydraspec.config.schema import (
 from hydraspec.errors import NoDrafterError
 from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 
-# Names of drafters' shapes that may ship with a target's: method -> suffix of the target's name.
+# Drafters' shapes that may ship beside a target's: method -> suffix in <target>-<suffix>.
 BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
-MOST_DRAFTS = 6  # where K is chosen per step; most drafters pay off at 2 to 6
+MOST_DRAFTS = 6  # default of the largest K chosen per step; most drafters pay off at 2 to 6
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
 
 def derive(config: RunConfig) -> None:
     """Fill in the target's name and the drafter; reset what plain decoding ignores.
 
-    A method without a drafter is refused here if the checkpoint is the one that the target's choice
-    names. Any other checkpoint may be a drafter's folder itself, which is known once it is opened;
-    if it is not, the drafter is that of the target's YAML (`named_drafter`).
+    A method without a drafter is refused here if target.checkpoint is a shape, or the one that the
+    target's choice names. Any other checkpoint may itself be a drafter's folder, which is known
+    once the folder is opened; a target's folder gets the drafter of its YAML (`named_drafter`).
+
+    Raises:
+        NoDrafterError: the method has no drafter.
     """
     known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE_PREFIX)
     _name_target(config.target)
@@ -54,7 +57,7 @@ def derive(config: RunConfig) -> None:
 
 
 def take_over(config: RunConfig, method: str, drafter: str, target: str, proposed: int) -> None:
-    """Fill in what `method=auto` was resolved to: method, drafter, target, and K if it is 0."""
+    """Set method, drafter and target as a drafter's folder gives them, and K if it is 0."""
     config.method.name, config.method.checkpoint = method, drafter
     config.method.num_speculative_tokens = config.method.num_speculative_tokens or proposed
     if target != config.target.checkpoint:
@@ -62,7 +65,7 @@ def take_over(config: RunConfig, method: str, drafter: str, target: str, propose
 
 
 def no_drafter(config: RunConfig) -> NoDrafterError:
-    """The error of a method without a drafter: none given, none named by the target."""
+    """The error for a method without a drafter: none is given, and the target names none."""
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
     choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
@@ -80,7 +83,7 @@ def no_drafter(config: RunConfig) -> NoDrafterError:
 
 
 def _is_own(target: TargetConfig) -> bool:
-    """Returns whether the checkpoint is the one in the YAML of the target's name."""
+    """Returns whether the checkpoint is that in the YAML of the choice with the target's name."""
     return packaged_value("target", target.name, "checkpoint") == target.checkpoint
 
 
@@ -92,14 +95,14 @@ def _name_target(target: TargetConfig) -> None:
 
 
 def folder_name(checkpoint: str) -> str:
-    """The last part of a folder, a hub id, a zoo name or a shape's."""
+    """The last part of a checkpoint: a folder, a hub id, or the name of a zoo model or shape."""
     path = checkpoint.removeprefix(ZOO_PREFIX).removeprefix(SHAPE_PREFIX)
     return path.rstrip("/").rpartition("/")[2]
 
 
 def _take_shapes(config: RunConfig, known: bool) -> None:
-    """With random weights, replace the hub id of the target's YAML by the shape that ships with the
-    package, so that nothing is downloaded; name the drafters' shapes that ship with it."""
+    """Replace, for random weights, the hub id of the target's YAML by the shape that ships with the
+    package, so that nothing is downloaded; add the drafters' shapes that ship beside a shape."""
     target = config.target
     given = target.checkpoint.startswith(SHAPE_PREFIX)
     shape = target.checkpoint.removeprefix(SHAPE_PREFIX)
@@ -120,7 +123,7 @@ def _take_shapes(config: RunConfig, known: bool) -> None:
 
 
 def _draw_drafter(config: RunConfig) -> None:
-    """Give random weights to a drafter that is named by the target's shape: shapes have none."""
+    """Set random weights for a drafter that the target names as a shape: shapes have no weights."""
     method = config.method
     named = named_drafter(config)
     if (method.checkpoint or "").startswith(SHAPE_PREFIX) and method.checkpoint == named:
@@ -155,7 +158,7 @@ def _turn_off_tracker(tracker: TrackerConfig, warnings: list[str]) -> None:
 
 
 def _plain_decoding(config: RunConfig) -> MethodConfig:
-    """The values of `method=none`; a warning names each other value that was set."""
+    """The method group of plain decoding; adds a warning for each value that it replaces."""
     plain = MethodConfig(name="none", num_speculative_tokens=0)
     for field in dataclasses.fields(MethodConfig):
         given = getattr(config.method, field.name)
@@ -171,7 +174,7 @@ def _plain_decoding(config: RunConfig) -> MethodConfig:
 
 
 def named_drafter(config: RunConfig) -> str | None:
-    """The drafter in the target's YAML for the method; for `auto` the first; None without one."""
+    """The drafter that the target names for the method, for `auto` the first; None without one."""
     drafters, method = config.target.drafters, config.method.name
     if method == AUTO:
         return next(iter(drafters.values()), None)
@@ -179,9 +182,11 @@ def named_drafter(config: RunConfig) -> str | None:
 
 
 def _default_drafter(config: RunConfig, known: bool) -> str | None:
-    """`named_drafter`, or the target itself for methods whose layers it contains.
+    """The default of method.checkpoint: `named_drafter`, or the target itself for methods whose
+    layers it contains; else None if the target is not `known`, as its folder decides once opened.
 
-    None where the checkpoint is not `known`: its folder decides, once it is opened.
+    Raises:
+        NoDrafterError: a known target names no drafter for the method.
     """
     own_layers = config.method.name in DRAFTS_ITSELF
     if own_layers and not (known and config.method.name in config.target.drafters):

@@ -1,5 +1,5 @@
-"""Methods and options that engines other than our own take, the native one takes everything; rules
-of vLLM and of our own cache."""
+"""Rules of engines: methods and options that vLLM and transformers take (the native engine takes
+all), keys of engine=vllm, and the KV cache of the native engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ STAGES = (  # a warning
     "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
     "answers may be wrong; compare them with method=none"
 )
-MAX_BLOCK_SIZE = 1024  # a block is the unit of waste: half of one per request and KV group
+MAX_BLOCK_SIZE = 1024  # tokens; half a block per request and KV group is unused on average
 _NO_STAGES = (
     "Pipeline parallelism is not supported for this model. Supported models implement the "
     "`SupportsPP` interface."
 )
 _NO_AUX_STATES = "eagle3 with pipeline parallel is not supported."
-OVER_STAGES = {  # methods that vLLM 0.26 refuses over pipeline stages, in its words
+OVER_STAGES = {  # methods that vLLM 0.26 refuses over pipeline stages, with its messages
     "gemma4_mtp": _NO_STAGES,
     "mtp": _NO_STAGES,
     "eagle3": _NO_AUX_STATES,
-    "peagle": _NO_AUX_STATES,  # which it runs as an eagle3
+    "peagle": _NO_AUX_STATES,  # vLLM runs it as eagle3
 }
-TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that other engines than our own take
+TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that engines take, if not all values
     "transformers": {
         "method.name": ("gemma4_mtp", "none"),
         "method.verification": ("standard",),
@@ -41,12 +41,13 @@ TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that other engines th
 
 
 def runs_over_ranks(config: RunConfig) -> bool:
-    """Returns whether our engine runs as several ranks; vLLM starts processes of its own."""
+    """Returns whether the native engine runs as several ranks; vLLM starts its own processes."""
     return config.engine.name == NATIVE and config.parallelism.num_ranks > 1
 
 
 def _taken(engine: str, key: str, values: tuple[str, ...]) -> Rule:
-    """A rule of the values that an engine takes; what `auto` stands for is checked later."""
+    """The rule that `key` has one of the values that an engine takes, or `auto`; the method that
+    `auto` stands for is checked later."""
     return Rule(
         key,
         lambda given, c: getattr(given, "value", given) in (*values, AUTO),
@@ -147,12 +148,12 @@ _RULES = (
     Rule(
         "engine.vllm.master_port", lambda port, c: 1024 <= port <= 65535, "1024 to 65535, if free"
     ),
-    # They record draft token ids, and vLLM hands out the accepted ones only.
+    # Steps and traces record draft token ids, and vLLM returns only those of accepted drafts.
     _unavailable("metrics.steps", lambda steps: not steps, "false"),
     _unavailable("parallelism.check", lambda check: not check, "false"),
     _unavailable("parallelism.timeout_s", lambda seconds: seconds == TIMEOUT_S, f"{TIMEOUT_S:g}"),
     _unavailable("metrics.trace", lambda trace: not trace, "false"),
-    Rule(  # vLLM loads most drafters as it loads the target, whatever it is told
+    Rule(  # vLLM loads most drafters as it loads the target, whatever it is configured to do
         "method.weights",
         lambda weights, c: (
             weights is c.target.weights or c.method.name in ("none", "gemma4_mtp", AUTO)

@@ -13,7 +13,7 @@ REMEDY = "choose a value that is allowed"  # unless a better one is known
 def refusal(
     key: str, value: object, problem: str, *, allowed: str, remedy: str = ""
 ) -> ConfigurationError:
-    """The error of a value, which is shown as it would be typed."""
+    """The error for the value of a key, shown as it would be typed."""
     return ConfigurationError(
         f"{key}={show(value)} {problem}\n  allowed: {allowed}\n  to do: {remedy or REMEDY}",
         key=key,
@@ -36,7 +36,8 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant: a similar one, or else one that begins like it."""
+    """The known word that was probably meant: a similar one, or else one that begins with `word`;
+    None without either."""
     by_lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
     if len(word) > 2:

@@ -1,5 +1,5 @@
-"""Where a run can record drafts from every output position (metrics.all_positions), and compare the
-distributions of sampled outputs (metrics.distribution)."""
+"""Rules of the metrics group: which runs can record drafts from every output position
+(metrics.all_positions) and compare distributions of sampled outputs (metrics.distribution)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ METRICS_RULES = (
 
 
 def without_drafts(config: RunConfig) -> list[str]:
-    """Records of drafts that were asked for, and that method=none does not have."""
+    """Warnings of metrics keys that ask for records of drafts with method=none."""
     if config.method.name != "none":
         return []
     asked = {KEY: config.metrics.all_positions, DISTRIBUTION: config.metrics.distribution}

@@ -8,15 +8,16 @@ from hydraspec.config.choices import choices_of
 from hydraspec.config.schema import RunConfig
 
 MAX_NAME = 128  # characters of a run's name in W&B
-OWN = ("target", "method", "method.num_speculative_tokens")  # what a run's own name has
+OWN = ("target", "method", "method.num_speculative_tokens")  # keys that `own` covers
 
 
 def run_name(config: RunConfig, lines: Sequence[str], *, own: str = "") -> str:
-    """A name made of overrides: "eagle3, K=4". Of a path it has the last part.
+    """A run's name in W&B made of overrides, such as "eagle3, K=4", with only the last part of a
+    path.
 
     Args:
-        lines: those in which runs of a sweep differ; of a single run, all.
-        own: of a single run: what it has of target, method and K, with which its name begins.
+        lines: the overrides in which runs of a sweep differ, or all overrides of a single run.
+        own: text of target, method and K, with which the name of a single run begins.
     """
     parts = [own] if own else []
     for line in lines:

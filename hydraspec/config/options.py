@@ -22,15 +22,16 @@ class NoOptions:
 
 
 def between(least: float, most: float) -> dict[str, Any]:
-    """Metadata of a number's field: `field(metadata=between(1, 8))`, both ends allowed."""
+    """Field metadata with the range of a number, both ends allowed: `field(metadata=between(1,
+    8))`."""
     return {"range": (least, most)}
 
 
 def options_of(method: object) -> type:
-    """The dataclass of a method's options.
+    """The dataclass of a method's options; NoOptions for a method without any.
 
     Raises:
-        ConfigurationError: an entry point that names no dataclass.
+        ConfigurationError: the entry point names no dataclass.
     """
     points = plugins.offered(plugins.OPTIONS, OPTIONS)
     if method not in points:
@@ -43,7 +44,7 @@ def options_of(method: object) -> type:
 
 
 def check_options(options: Any) -> None:
-    """Refuse the first number outside its range."""
+    """Raise ConfigurationError for the first option whose number is outside its range."""
     for field in dataclasses.fields(options):
         least, most = field.metadata.get("range", (None, None))
         value = getattr(options, field.name)

@@ -9,10 +9,13 @@ from hydraspec.config.schema import RunConfig
 def check_own_drafter(
     config: RunConfig, *, verb: str, none: tuple[str, str], engine: str, ranks: str
 ) -> None:
-    """Refuse a configuration without a drafter, of another engine or of several ranks.
+    """Refuse a configuration without a drafter, with another engine or with several ranks.
 
-    verb: what is not done with it. none: what is wrong with method=none, and the remedy. engine:
-    why another engine is refused. ranks: the remedy for several.
+    Args:
+        verb: the participle in messages, "examined" or "predicted".
+        none: problem and remedy of method=none.
+        engine: the reason why another engine is refused.
+        ranks: the remedy for several ranks.
 
     Raises:
         ConfigurationError: naming the key.

@@ -21,8 +21,8 @@ class Range:
     is_whole: bool = True
 
     def allows(self, value: object) -> bool:
-        """Returns whether `value` is a number of the right type and in range; true and false are
-        not."""
+        """Returns whether `value` is a number of the right type and in range; true and false are no
+        numbers."""
         kinds = int if self.is_whole else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool) and self.holds(value)
 
@@ -61,7 +61,7 @@ SAMPLING_RANGES = {
         allowed=f"a whole number, 1 to {MAX_INT32}",
         remedy="write the most tokens an answer may have",
     ),
-    "stop_token_ids": Range(  # of each id
+    "stop_token_ids": Range(  # the range of each id
         holds=lambda v: 0 <= v <= MAX_INT32,
         allowed=f"whole numbers, 0 to {MAX_INT32}",
         remedy="give ids of the target's tokenizer",

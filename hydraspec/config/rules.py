@@ -11,7 +11,7 @@ from typing import Any
 from hydraspec.config.messages import nearest, refusal
 from hydraspec.config.schema import RunConfig
 
-# With {value}, and {c.…} for the configuration; or a function of the two.
+# A format string with {value}, and {c.…} for the configuration, or a function of the two.
 Text = str | Callable[[Any, RunConfig], str]
 
 
@@ -45,12 +45,12 @@ def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
                 text.format(value=value, c=config) if isinstance(text, str) else text(value, config)
                 for text in (rule.problem, rule.allowed, rule.remedy)
             )
-            given = getattr(value, "value", value)  # of an Enum
+            given = getattr(value, "value", value)  # plain value of an Enum
             raise refusal(rule.key, given, problem, allowed=allowed, remedy=remedy)
 
 
 def at_least(key: str, least: int, allowed: str = "") -> Rule:
-    """`least` or more, or null."""
+    """The rule that the value of `key` is `least` or more, or null; `allowed` says so in words."""
     return Rule(key, lambda v, c: v is None or v >= least, allowed or f"{least} or more")
 
 
@@ -65,6 +65,6 @@ def goodput_limits(group: str) -> Iterator[Rule]:
 
 
 def did_you_mean(key: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A remedy: the known value of `key` that is next to `word`, else `otherwise`."""
+    """A remedy: the known value of `key` that is nearest to `word`, else `otherwise`."""
     meant = nearest(word, known)
     return f"did you mean {key}={meant}?" if meant else otherwise

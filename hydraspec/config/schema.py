@@ -1,9 +1,9 @@
 """The typed configuration: one dataclass per config group.
 
-Types only: values live in conf/, checks in checks.py.
+The module has types only: values live in conf/, checks in checks.py.
 
-A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration. One
-marked OF_CHOICES stands in the YAML of choices only. One marked OF_METHOD has the keys that the
+A field marked DERIVED is filled in by `to_run_config` and is no key of the configuration. A field
+marked OF_CHOICES stands in the YAML of choices only. A field marked OF_METHOD has the keys that the
 chosen method declares (options.py). Choices of engine, workload and bench have the keys that their
 YAML spells out; a key of another choice keeps its default (`_check_own_keys` in build.py).
 """
@@ -21,7 +21,7 @@ AUTO = "auto"  # method.name until the drafter's folder has said which method it
 
 
 class Weights(Enum):
-    """Where a model's weights come from: its files, or seeded random numbers."""
+    """Source of a model's weights: its files, or seeded random numbers."""
 
     checkpoint = "checkpoint"
     random = "random"
@@ -37,7 +37,7 @@ class Dtype(Enum):
 
 
 class DraftSampling(Enum):
-    """How drafts are chosen: the most likely token, or a sample."""
+    """Choice of a draft token: the most likely one, or a sample."""
 
     greedy = "greedy"
     probabilistic = "probabilistic"
@@ -61,7 +61,7 @@ class Verification(Enum):
 
 
 class Device(Enum):
-    """Where the engine runs; auto takes a GPU if there is one."""
+    """Device of the engine; auto is a GPU if there is one."""
 
     auto = "auto"
     cpu = "cpu"
@@ -86,7 +86,7 @@ class TargetConfig:
     dtype: Dtype = Dtype.float32
     max_model_len: int | None = None  # null: the checkpoint's own limit
     drafters: dict[str, str] = field(default_factory=dict)  # method -> default checkpoint
-    # How the public weights are stored where we cannot read that; null for any other checkpoint.
+    # Format of the public weights if it cannot be read here; null for any other checkpoint.
     quantised: str | None = field(default=None, metadata=OF_CHOICES)
 
 
@@ -97,7 +97,7 @@ class MethodConfig:
     name: str
     num_speculative_tokens: int | PerStep  # 0 with name=auto: what the drafter proposes
     max_speculative_tokens: int | None = None  # num_speculative_tokens=auto only: K at most
-    costs: str | None = None  # the same: costs.json of an earlier run; null: measured in warm-up
+    costs: str | None = None  # likewise: costs.json of an earlier run; null: measured in warm-up
     checkpoint: str | None = None  # null: what target.drafters names for the method
     needs_checkpoint: bool = field(default=True, metadata=OF_CHOICES)  # false: without weights
     weights: Weights = Weights.checkpoint
@@ -109,7 +109,7 @@ class MethodConfig:
 
     @property
     def most_drafts(self) -> int:
-        """K; where it is chosen per step, the largest."""
+        """K, or the largest K if it is chosen per step."""
         if isinstance(self.num_speculative_tokens, PerStep):
             return self.max_speculative_tokens or 0
         return self.num_speculative_tokens
@@ -131,11 +131,11 @@ class KVCacheConfig:
 
 @dataclass(slots=True, kw_only=True)
 class VllmConfig:
-    """engine=vllm only."""
+    """engine.vllm: the keys of engine=vllm only."""
 
-    gpu_memory_utilization: float = 0.9  # its share of the device where memory_gib is null
+    gpu_memory_utilization: float = 0.9  # vLLM's share of device memory if memory_gib is null
     record_steps: bool = True  # false: finished requests only, without acceptance
-    # How its processes are started. null: on this host, by multiprocessing where there are several.
+    # Starter of vLLM's processes; null: on this host, multiprocessing if there are several.
     distributed_executor_backend: str | None = None
     nnodes: int = 1  # hosts; each is given the same command and its own node_rank
     node_rank: int = 0
@@ -145,7 +145,7 @@ class VllmConfig:
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
-    """engine=…: what runs the models, on which device, how many requests at once."""
+    """engine=…: the engine that runs the models, its device and its limits."""
 
     name: str
     device: Device = Device.auto
@@ -177,8 +177,8 @@ class ParallelismConfig:
 
     @property
     def largest_axis(self) -> tuple[str, int]:
-        """The key of the axis with the most ranks, which a message about too many names, and its
-        value."""
+        """Key of the axis with the most ranks, for a message about too many ranks, and the number
+        of ranks along the axis."""
         axes = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
         axis = max(axes, key=axes.__getitem__)
         return f"parallelism.{axis}", axes[axis]
@@ -195,7 +195,7 @@ class CudagraphConfig:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingConfig:
-    """sampling=…: how requests sample, where a workload line says nothing else."""
+    """sampling=…: sampling parameters of requests, unless their workload line gives others."""
 
     name: str
     temperature: float = 0.0
@@ -210,7 +210,7 @@ class SamplingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class GoodputConfig:
-    """workload.goodput: what a request may take to count. null: as long as it likes."""
+    """workload.goodput and bench.goodput: latency limits of requests that count; null: no limit."""
 
     ttft_ms: float | None = None  # to the first token, from its arrival
     inter_token_ms: float | None = None  # per token after the first, on average
@@ -237,17 +237,17 @@ class WorkloadConfig:
     num_conversations: int = 8  # workload=multi_turn only
     num_turns: int = 4  # workload=multi_turn only
     turn_tokens: int = 200  # workload=multi_turn without a path
-    # Of workloads of text, as their YAML has them.
-    thinking: bool | None = None  # the chat template's switch; null: as the template has it
+    # Keys of workloads of text, each with those in its YAML.
+    thinking: bool | None = None  # the chat template's switch; null: the template's default
     chat: bool = True  # false: as plain text, for targets that know no chat
     num_shots: int = 0  # solved examples before each question
     max_turns: int | None = None  # of each conversation, the first ones; null: all
-    shots_path: str | None = None  # a file of them; null: the first lines of path, then not asked
+    shots_path: str | None = None  # file of examples; null: first lines of path, not asked then
 
 
 @dataclass(slots=True, kw_only=True)
 class TrackerConfig:
-    """tracker=…: where Weights & Biases records the run, and whether a report ends it."""
+    """tracker=…: the record of the run in Weights & Biases, and whether a report is made."""
 
     name: str  # of the choice; with tracker=wandb any other text is the run's own name
     project: str = "hydraspec"
@@ -261,7 +261,7 @@ class TrackerConfig:
 
     @property
     def records(self) -> bool:
-        """Returns whether anything is recorded."""
+        """Returns whether Weights & Biases records the run."""
         return self.name != "none" and self.mode is not TrackerMode.disabled
 
 
@@ -273,9 +273,9 @@ class MetricsConfig:
     trace: bool = False
     all_positions: bool = False  # drafts from every output position too
     distribution: int | None = None  # samples of each prompt and side, to compare distributions
-    distribution_prompts: int = 4  # so many
+    distribution_prompts: int = 4  # the number of these prompts
     prediction: str | None = None  # a predict.json, or a folder of them, to compare with
-    smallest_effect: float = 0.03  # share of the speed; a sweep's answer takes less for as good
+    smallest_effect: float = 0.03  # share of the speed; a smaller difference counts as none
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,16 +298,16 @@ class BenchConfig:
     num_turns: int = 0
     turn_tokens: int = 0
     cold_turns: list[int] | None = None  # turns whose prompts are also read cold; null: all
-    repeats: int = 0  # timings of a figure, which is their median; of load and turns: passes
+    repeats: int = 0  # timings per figure, of which the median counts; load and turns: passes
     isolate: bool = True  # every engine and method in its own process
-    vllm_pythonpath: str | None = None  # goes before PYTHONPATH where vLLM runs
-    timeout_s: int = 0  # of one process
+    vllm_pythonpath: str | None = None  # prepended to PYTHONPATH of processes with vLLM
+    timeout_s: int = 0  # limit of one process
 
 
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
-    """The whole configuration of a run. Built by `to_run_config`, the only place that sees a
-    DictConfig."""
+    """The whole configuration of a run, which `to_run_config` builds from a DictConfig and
+    `from_dict` from plain values."""
 
     target: TargetConfig
     method: MethodConfig

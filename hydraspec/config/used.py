@@ -1,4 +1,4 @@
-"""The part of a configuration that says something about its run: what trackers record."""
+"""The part of a configuration that affects its run, which trackers record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def used(config: RunConfig) -> dict[str, Any]:
 
 
 def _own_keys(group: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """The keys that a choice has."""
+    """The part of `group` with the keys of `chosen`, the YAML of its choice, in subgroups too."""
     return {
         key: _own_keys(value, chosen[key]) if chosen[key] and isinstance(value, dict) else value
         for key, value in group.items()

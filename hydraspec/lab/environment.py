@@ -1,6 +1,6 @@
 """The environment of a run, for env.json: versions, processor, devices, commit.
 
-Records no user names, environment variables or secrets.
+The file has no user names, environment variables or secrets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = (
 
 
 def describe(info: EngineInfo) -> Json:
-    """The content of env.json."""
+    """The content of env.json; `info` is that of the run's engine."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> int | None:
-    """Cores this process may use, where the system reports that; else all."""
+    """Number of cores that this process may use, if the system reports it, else of all cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -85,7 +85,8 @@ def _gpus() -> list[str]:
 
 
 def _git() -> Json:
-    """Commit of the checkout the package runs from; null for an installed package."""
+    """Commit of the checkout that the package runs from, and whether files differ from it; None for
+    an installed package."""
     root = Path(version.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""The run folder: how each of its files is written. metrics.run_files names them."""
+"""The run folder: how each of its files is written. metrics.run_files names the files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunFolder:
 
     Attributes:
         resolved: the configuration as plain values.
-        holds_older_run: whether config.yaml and env.json, or bench.json, show that it is used.
+        holds_older_run: whether the folder holds config.yaml and env.json, or bench.json.
 
     Raises:
         CannotWriteError: with the path and a remedy, from every method, if it cannot be written.
@@ -84,52 +84,52 @@ class RunFolder:
 
     def _write_configuration(self) -> None:
         write_whole(self.path / CONFIG, _yaml(self.resolved))
-        # As old as the run, which reads its workload and checkpoints after that.
+        # The file is as old as the run, which reads its workload and checkpoints afterwards.
         os.utime(self.path / CONFIG, (self._opened, self._opened))
         write_whole(self.path / OVERRIDES, _yaml(list(self._overrides)))
 
     def write_environment(self, environment: Json) -> None:
-        """env.json."""
+        """Write env.json."""
         write_whole(self.path / ENVIRONMENT, pretty_json(environment))
 
     def write_costs(self, costs: Json) -> None:
-        """costs.json."""
+        """Write costs.json."""
         write_whole(self.path / COSTS, pretty_json(costs))
 
     def write_step_costs(self, costs: Json) -> None:
-        """step_costs.json."""
+        """Write step_costs.json."""
         write_whole(self.path / STEP_COSTS, json_line(costs))
 
     def write_unsaved(self, beginning: Json) -> None:
-        """.unsaved.json; see lab.lost."""
+        """Write .unsaved.json; see lab.lost."""
         write_whole(self.path / UNSAVED, pretty_json(beginning))
 
     def remove_unsaved(self) -> None:
-        """Remove .unsaved.json, once the run is saved or cannot be."""
+        """Remove .unsaved.json, once the run is saved or cannot be saved."""
         with suppress(OSError):
             (self.path / UNSAVED).unlink(missing_ok=True)
 
     def write_requests(self, rows: Sequence[Json]) -> None:
-        """requests.jsonl."""
+        """Write requests.jsonl."""
         write_json_lines(self.path / REQUESTS, rows)
 
     def write_summary(self, summary: Json) -> None:
-        """summary.json."""
+        """Write summary.json."""
         write_whole(self.path / SUMMARY, pretty_json(summary))
 
     def write_report(self, page: str) -> None:
-        """report.html."""
+        """Write report.html."""
         write_whole(self.path / REPORT, page)
 
     def write_bench(self, result: Json, page: str) -> None:
-        """bench.json and bench.html."""
+        """Write bench.json and bench.html."""
         write_whole(self.path / BENCH, pretty_json(result))
         write_whole(self.path / BENCH_REPORT, page)
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Returns whether a run wrote its configuration here, and its versions or a benchmark's
-    figures."""
+    """Returns whether a run wrote its configuration to this folder, and its versions or the figures
+    of a benchmark."""
     versions = (read_object(path / ENVIRONMENT) or {}).get("versions")
     is_run = isinstance(versions, dict) and "hydraspec" in versions
     is_bench = (read_object(path / BENCH) or {}).keys() >= {"schema_version", "parts", "ratios"}

@@ -1,7 +1,7 @@
-"""Requests written as they finish, so that another process can save a run whose own is lost.
+"""Requests written as they finish, so that another process can save a run whose process is lost.
 
 While a run lasts, requests.jsonl has a line for each request that ended on either side, with all
-that was counted until then, and .unsaved.json says what the run knew before its first step.
+counts up to then, and .unsaved.json has the facts that the run knew before its first step.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Beginning:
     infos: Mapping[Side, EngineInfo]
     facts: RunFacts
     warnings: Sequence[str]
-    at_s: float = field(default_factory=time.perf_counter)  # which all processes of a host share
+    at_s: float = field(default_factory=time.perf_counter)  # one clock for all processes of a host
 
 
 class FinishedRequests(Sink):
-    """requests.jsonl as it grows. A disk that is full ends its growth, not the run, which writes
-    the file anew when it ends.
+    """Sink that writes a line of requests.jsonl for each request as it ends. If a line cannot be
+    written the sink stops, and the run goes on: at its end the run writes the whole file again.
 
     Raises:
         CannotWriteError: .unsaved.json cannot be written.
@@ -65,7 +65,7 @@ class FinishedRequests(Sink):
         self._file: TextIO | None = None
         self._is_over = False
         self._round = 0
-        self._num_events = 0  # of the round's requests in the prefix cache, that were written
+        self._num_events = 0  # events in the round's record of the prefix cache that are written
         infos = {side.value: info for side, info in beginning.infos.items()}
         folder.write_unsaved({**plain(beginning), "infos": plain(infos)})
 
@@ -91,7 +91,7 @@ class FinishedRequests(Sink):
         )
 
     def close(self) -> None:
-        """End the file's growth; nothing is left to save, or nobody can."""
+        """Stop writing and remove .unsaved.json: the run is saved, or cannot be saved."""
         self._end()
         self._folder.remove_unsaved()
 
@@ -123,12 +123,12 @@ def save_finished(
     since_s: float,
     quiet: bool,
 ) -> None:
-    """Save what a run had finished by the time its process was lost, as it would have with `error`.
+    """Save the requests that a run had finished when its process was lost, as the run itself would
+    have done after `error`.
 
-    Nothing where no run began in this folder after `since_s` (time.time()), or where it is saved.
-    What goes wrong here is logged: the error itself matters more. Steps and traces stay as they
-    are, and so does what the tracker was told. Figures over steps are those up to the last request
-    that was finished.
+    Nothing is saved if no run began in this folder after `since_s` (time.time()), or if that run is
+    saved. An error in saving is logged, as `error` matters more. Files of steps and traces, and the
+    tracker's record, stay as they are. Figures over steps end with the last finished request.
     """
     try:
         if not written_since(run_dir / UNSAVED, since_s):
@@ -186,7 +186,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _count(lines: Iterable[dict[str, Any]], measurement: Measurement) -> None:
-    """Have a measurement count requests as the run had by the time it wrote their lines."""
+    """Count requests in `measurement` as the run had counted them when it wrote their lines."""
     rounds = set[tuple[str, int]]()
     for line in lines:
         measured = measurement.sides[Side(line["side"])]
@@ -213,7 +213,7 @@ def _counters(line: Mapping[str, Any]) -> RequestCounters:
 
 
 def _info(known: Mapping[str, Any]) -> EngineInfo:
-    """Without its costs, for which only one warning asks."""
+    """The EngineInfo that .unsaved.json has, without costs, which only one warning needs."""
     caching = known["prefix_caching"]
     objects = {"prefix_caching": caching and PrefixCaching(**caching), "costs": None}
     return EngineInfo(**{**known, **objects})

@@ -1,6 +1,6 @@
-"""The end of a run: its exit status, and the last line of its output where outputs diverged.
+"""The end of a run: its exit status, and the last line of its output if outputs diverged.
 
-Reads summaries only, and imports no torch.
+The module reads summaries only, and imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Outcome:
     """The end of one job.
 
     Attributes:
-        status: 0, or why the process exits otherwise (README, "Exit status").
+        status: the exit status of the process (README, "Exit status").
         diverged: what differs from the baseline, where, and what to do; None if nothing does.
         job: the job's number in its sweep.
     """
@@ -42,12 +42,13 @@ def outcome(summary: Mapping[str, Any], job: str = "") -> Outcome:
 
 
 def exit_status(outcomes: Sequence[Outcome]) -> int:
-    """The exit status of a run or a sweep: the lowest that is not 0."""
+    """The exit status of a run or a sweep: the lowest of its jobs that is not 0, else 0."""
     return min((found.status for found in outcomes if found.status), default=OK)
 
 
 def last_line(outcomes: Sequence[Outcome]) -> str | None:
-    """The divergence of a run or a sweep on one line; of several jobs the first in full."""
+    """The divergence of a run or a sweep on one line, with the first job's in full; None without
+    one."""
     wrong = [found for found in outcomes if found.diverged is not None]
     if not wrong:
         return None

@@ -1,5 +1,5 @@
-"""After the measured rounds: drafts from every place of the outputs, for metrics.trace and
-metrics.all_positions, and the texts of their tokens.
+"""Records made after the measured rounds: drafts from every place of the outputs, for metrics.trace
+and metrics.all_positions, and the texts of their tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def record(
     add: Callable[[PositionScores], None],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> list[str]:
-    """Hand `add` the scores of each finished request, and count them, where the run records them;
-    `decode` gives tokens their text. Returns warnings; that a trace has no ranks is none, as some
-    engines cannot give them.
+    """Pass the scores of each finished request to `add`, and count them, if the run records them;
+    `decode` returns the text of token ids. Returns warnings. A trace without ranks is no warning,
+    as some engines cannot give ranks.
 
-    A device without memory for the pass, or another package's drafter that cannot take part in it,
-    costs the run nothing but these records.
+    If the device lacks memory for the pass, or another package's drafter cannot take part in it,
+    the run only lacks these records.
     """
     wanted = [name for name in ("trace", "all_positions") if getattr(config.metrics, name)]
     method = measurement.method
@@ -70,9 +70,9 @@ def _each_added(
 
 
 def decoder(config: RunConfig) -> Callable[[Sequence[int]], str] | None:
-    """Text of token ids, without special tokens; None where the target has no tokenizer, or the run
-    records no drafts and so shows none of its tokens. Engines give texts of whole outputs only, so
-    the target's tokenizer is read once more.
+    """Function from token ids to text without special tokens; None if the target has no tokenizer,
+    or if the run records no drafts and so shows no tokens. Engines give texts of whole outputs
+    only, so the target's tokenizer is read once more.
     """
     if not (config.metrics.trace or config.metrics.all_positions):
         return None
@@ -87,7 +87,7 @@ def decoder(config: RunConfig) -> Callable[[Sequence[int]], str] | None:
     def decode(token_ids: Sequence[int]) -> str:
         try:
             return known.decode(token_ids)
-        except (CheckpointError, ValueError, OverflowError, TypeError):  # no token of its files
+        except (CheckpointError, ValueError, OverflowError, TypeError):  # an id it does not know
             return ""
 
     return decode

@@ -1,4 +1,4 @@
-"""The prediction of `python -m hydraspec.predict` for a run: read before it, shown beside it."""
+"""The prediction of `python -m hydraspec.predict` for a run, which is shown beside its speedup."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ KEY = "metrics.prediction"
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """The prediction for a run's K and concurrency, or the warning that there is none."""
+    """The prediction for a run's K and concurrency, None without one, and warnings about it."""
 
     figures: Prediction | None = None
     warnings: list[str] = field(default_factory=list)
 
     def beside(self, speedup: Interval | None) -> Prediction | None:
-        """The figures with their error against the measured speedup."""
+        """The figures with their error relative to the measured speedup, if there is one; None
+        without a prediction."""
         if self.figures is None or speedup is None or speedup["mean"] is None:
             return self.figures
         return {**self.figures, "error": self.figures["speedup"] / speedup["mean"] - 1}
@@ -30,10 +31,10 @@ class Expected:
 
 def read(config: RunConfig) -> Expected:
     """The prediction that `metrics.prediction` names: a predict.json, its folder, or the folder of
-    a sweep of them. Nothing where the key is null or the method has no drafter.
+    a sweep of them. An empty Expected if the key is null, or with method=none.
 
     Raises:
-        ConfigurationError: no prediction there, or none of this target and method.
+        ConfigurationError: the key names no prediction of this target and method.
     """
     given = config.metrics.prediction
     if given is None or config.method.name == "none":
@@ -83,7 +84,7 @@ def _at_once(config: RunConfig) -> int:
 
 
 def _read(path: Path) -> list[Json]:
-    """The contents of the files that hold a prediction."""
+    """Contents of the prediction files at `path`: a file, its folder, or the folder of a sweep."""
     files = [path] if path.is_file() else [path / PREDICTION, *sorted(path.glob(f"*/{PREDICTION}"))]
     found = [read_object(file) or {} for file in files]
     return [each for each in found if {"target", "method", "predictions"} <= {*each}]

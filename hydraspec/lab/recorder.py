@@ -39,20 +39,20 @@ class Loaded:
     """Parts of a run that are ready before its first step."""
 
     config: RunConfig
-    typed: Sequence[str]  # its overrides
+    typed: Sequence[str]  # the run's overrides
     engines: Mapping[Side, Engine]
     workload: Workload
     expected: prediction.Expected
     tracker: WandbSink | None
     decode: Callable[[Sequence[int]], str] | None  # text of tokens, where the run shows any
-    facts: Callable[[EngineInfo], RunFacts]  # as they are at its end
+    facts: Callable[[EngineInfo], RunFacts]  # returns the facts at the time of the call
 
 
 class Recorder:
     """The sinks of a run, and the writing of its results.
 
     Attributes:
-        sinks: what watches the measured rounds.
+        sinks: sinks that get the records of the measured rounds.
     """
 
     def __init__(self, folder: RunFolder, loaded: Loaded, *, quiet: bool) -> None:
@@ -81,7 +81,7 @@ class Recorder:
             self.sinks.append(loaded.tracker)
 
     def add_scores(self, scores: PositionScores) -> None:
-        """Record the drafts from every place of a request's output, in the files that show them."""
+        """Write the drafts from every place of a request's output to trace and position files."""
         for file in self._scored:
             file.add_scores(scores)
 
@@ -92,8 +92,8 @@ class Recorder:
         lossless: Lossless,
         warnings: Sequence[str] = (),
     ) -> Summary:
-        """Write every file, then tell tracker and console; an interrupt waits until files are
-        whole. The console is told even where a file cannot be written.
+        """Write every file, then pass the summary to tracker and console, and return it; an
+        interrupt waits until files are whole. The console gets it even if a file cannot be written.
 
         Raises:
             CannotWriteError: see RunFolder.
@@ -123,7 +123,7 @@ class Recorder:
         return result
 
     def save_early(self, error: Exception, measurement: Measurement) -> None:
-        """Save what had finished before an error.
+        """Save the requests that had finished before an error, with the status "failed".
 
         Raises:
             CannotWriteError: see RunFolder.
@@ -136,7 +136,7 @@ class Recorder:
         self.save(measurement, "failed", lossless, [f"the run ended early: {reason}"])
 
     def close(self) -> None:
-        """Give the terminal back, also where saving failed."""
+        """Release the terminal, also if saving failed."""
         self._progress.close()
 
     def _summarise(
@@ -163,7 +163,7 @@ class Recorder:
     def _write(self, result: Summary, rows: Sequence[Json]) -> None:
         try:
             page = self._page(result, rows)
-        except Exception as error:  # must hide neither the figures nor what ended the run
+        except Exception as error:  # it must hide neither the figures nor what ended the run
             log.exception("%s could not be made", REPORT)
             fault = f"{REPORT} could not be made: {type(error).__name__}: {error}"
             result["warnings"].append(f"{fault}; please report this run")
@@ -171,7 +171,7 @@ class Recorder:
         try:
             if page is not None:
                 self._folder.write_report(page)
-        finally:  # last, as a run that has a summary is saved
+        finally:  # the summary comes last, as a run that has one counts as saved
             self._folder.write_summary(result)
 
     def _page(self, result: Summary, rows: Sequence[Json]) -> str:

@@ -1,7 +1,7 @@
 """Settings that are decided before the run folder is written: the device, and what the
 checkpoints' own configurations say.
 
-Imports no torch by itself: the command line calls it before a run is certain.
+The module imports no torch itself: the command line calls it before a run is certain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from hydraspec.speculators.registry import check_speculator
 
 
 def resolve(config: RunConfig) -> None:
-    """Check the device and fill in, in place, what checkpoints decide; see `factory`."""
+    """Check the device, and complete the configuration, in place, from its checkpoints and the
+    environment; see `factory.resolve_drafter`."""
     check_speculator(config)
     factory.check_device(config)
     _take_threads(config)
@@ -24,8 +25,8 @@ def resolve(config: RunConfig) -> None:
 
 
 def _take_threads(config: RunConfig) -> None:
-    """Take the number of threads that OMP_NUM_THREADS asks for, where no key does: engines choose
-    one thread for a narrow target on a CPU."""
+    """Set engine.num_threads, if it is null, to OMP_NUM_THREADS above 1 on a CPU: engines would
+    choose one thread for a narrow target."""
     asked, engine = os.environ.get("OMP_NUM_THREADS", ""), config.engine
     if engine.num_threads is not None or not has_key(engine.name, "engine.num_threads"):
         return

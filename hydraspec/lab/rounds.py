@@ -1,5 +1,5 @@
-"""Runs a workload through one engine or two: a warm-up, then method and baseline in turn, twice
-(A B A B), so that both see the same machine.
+"""Measured rounds of a workload on one engine or two: a warm-up, then method and baseline in turn,
+twice (A B A B), so that changes of the machine affect method and baseline alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hydraspec.workloads.arrivals import ArrivalProcess
 NUM_ROUNDS = 2
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
-MAX_FULL_WARM_UPS = 3  # while they still compile kernels
-FULL_WARM_UP_BATCHES = 4  # of as many requests as run at once, in a warm-up of whole outputs
+MAX_FULL_WARM_UPS = 3  # repeats, while kernels are still compiled
+FULL_WARM_UP_BATCHES = 4  # batches of at most WARM_UP_REQUESTS, in a warm-up of whole outputs
 AT_ONCE = ArrivalProcess(rate=None, burstiness=1.0, seed=0)
 PROFILED_REQUESTS = 32  # at most, and no more than run at once
 
@@ -44,9 +44,9 @@ class Measurement:
     """Both sides of a run, and the sinks that watch them.
 
     Attributes:
-        sides: what each of the engines did.
-        method: the engine under study.
-        baseline: the same target without a drafter, where it runs too.
+        sides: results of each side.
+        method: results of the engine under study.
+        baseline: results of the same target without a drafter; None if it does not run.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Measurement:
         self.baseline = self.sides.get(Side.baseline)
 
     def warm_up(self) -> None:
-        """Have every engine build what the workload needs, then run a few tokens of a few requests;
-        where steps run without graphs, or kernels are still compiled, some requests whole. Nothing
+        """Have every engine build what the workload needs, then run a few tokens of a few requests,
+        and, if steps run without graphs or kernels are still compiled, some whole requests. Nothing
         is counted."""
         count = min(self._concurrency or WARM_UP_REQUESTS, WARM_UP_REQUESTS)
         in_turn = sorted(self.requests, key=lambda r: r.turn)  # what runs together at first
@@ -121,8 +121,8 @@ class Measurement:
                     measured.built += measured.engine.num_built() - built_before
 
     def profile(self) -> None:
-        """Measure where steps spend their time, and phases where steps have none: a few decode
-        steps of the first requests."""
+        """Profile a few decode steps of the first requests: the breakdown of a step's time, and
+        times of phases for engines that do not measure them in a run."""
         firsts = [request for request in self.requests if request.after is None]
         few = firsts[: min(self._concurrency or PROFILED_REQUESTS, PROFILED_REQUESTS)]
         for measured in self.sides.values():
@@ -148,7 +148,8 @@ class Measurement:
 def closing_run(
     engine: Engine, requests: Sequence[Request], concurrency: int | None
 ) -> Iterator[Iterator[StepRecord | Completion]]:
-    """An engine's run that is closed in any case, so that an interrupt leaves the engine usable."""
+    """Context that yields the events of an engine's run, and closes the run in any case, so that an
+    interrupt leaves the engine usable."""
     events = engine.run(requests, concurrency=concurrency)
     try:
         yield events
@@ -159,7 +160,7 @@ def closing_run(
 
 def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
     """The workload in NUM_ROUNDS contiguous parts, empty ones left out. Conversations stay
-    whole: a part ends at the first turn of one."""
+    whole: a part ends before a first turn."""
     starts = [i for i, r in enumerate(requests) if r.after is None] + [len(requests)]
     wanted = [len(requests) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
     bounds = [min(starts, key=lambda start: abs(start - place)) for place in wanted]

@@ -48,10 +48,10 @@ def run(
 ) -> Json:
     """Run a configuration and return its summary, which is also `run_dir`/summary.json.
 
-    `config` says what runs: see lab.resolution. `overrides` is what was typed, and only recorded.
-    `quiet` prints nothing. The status is "failed" if no request finished. An interrupt or an error
-    while decoding is raised again once what had finished is saved. With engine.vllm.node_rank above
-    0 this host only lends its devices: nothing is saved.
+    `config` is resolved, by lab.resolution. `overrides` are those typed, and are only recorded.
+    With `quiet` nothing is printed. The status is "failed" if no request finished. An interrupt or
+    an error while decoding is raised again after the finished requests are saved. With
+    engine.vllm.node_rank above 0 this host only lends its devices, and nothing is saved.
 
     Raises:
         WorkloadError: before anything is decoded, with file and line.
@@ -96,7 +96,7 @@ def run(
 
 
 def _look_at_outputs(loaded: Loaded, measurement: Measurement, recorder: Recorder) -> Lossless:
-    """Profile steps, then look at outputs, drafts and samples; returns the verdict."""
+    """Profile steps, record drafts from every place, and check samples; returns the verdict."""
     config, warnings = loaded.config, loaded.workload.warnings
     measurement.profile()
     warnings += positions.record(config, measurement, recorder.add_scores, loaded.decode)
@@ -115,7 +115,8 @@ def _arrivals(config: RunConfig) -> ArrivalProcess:
 
 @contextmanager
 def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterator[Loaded]:
-    """Read the workload, load the engine and tokenise; closes engines and tracker at the end."""
+    """Context that reads the workload, loads the engine and tokenises; closes engines and tracker
+    at its end."""
     workload, expected = workloads.read(config), prediction.read(config)
     with ExitStack() as open_parts:
         replaces = folder.holds_older_run
@@ -158,7 +159,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
 
 
 def _facts(load_s: float, loaded_at: float, info: EngineInfo) -> RunFacts:
-    """The facts at this moment; `loaded_at`: time.perf_counter()."""
+    """The run's facts now; `loaded_at`: time.perf_counter() once the engine was loaded."""
     return {
         "num_threads": torch.get_num_threads(),
         "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,
@@ -212,7 +213,7 @@ def _judge(loaded: Loaded, measurement: Measurement) -> Lossless:
 
 
 def _judge_if_possible(loaded: Loaded, measurement: Measurement) -> Lossless:
-    """The verdict after an interrupt; a second one, or an engine left unusable, skips it."""
+    """The verdict after an interrupt; "not_checked" at a second one, or if the engine fails."""
     try:
         return _judge(loaded, measurement)
     except (KeyboardInterrupt, Exception):
@@ -221,7 +222,8 @@ def _judge_if_possible(loaded: Loaded, measurement: Measurement) -> Lossless:
 
 
 def _not_finite(request_id: str, lossless: Lossless, measurement: Measurement) -> NotFiniteError:
-    """The error of a run whose engine did not notice: at the token whose logits were looked at."""
+    """The error of a run whose non-finite logits the engine did not detect, with the position of
+    the token whose logits were examined."""
     method = measurement.method
     if (found := lossless["first_beyond_margin"]) and found["request"] == request_id:
         position = found["position"]

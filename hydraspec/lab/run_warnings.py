@@ -1,6 +1,6 @@
 """The warnings of a finished run, with likely causes and what to try.
 
-Defines no metric: reads the summary and the completions.
+The module defines no metric: it reads the summary and the completions.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hydraspec.workloads.scoring import score_completion
 
 LOW_LENGTH = 1.3  # tokens per verification; a drafter that fits its target has more
 IDLE = 0.1  # drafts a step on average, where the engine chooses K
-HARDLY_EVER = 0.05  # of first drafts; a drafter that fits its target has most of them accepted
+HARDLY_EVER = 0.05  # rate of first drafts; a drafter that fits its target has most accepted
 ENOUGH_DRAFTS = 50  # for a rate that low to be no accident
 DOCTOR = "whether the drafter is read as it was trained shows: "
 MAX_FAILURES = 3  # kinds of error that are spelt out
 SIGNIFICANCE = 0.01  # of the sign test on answers
 DOCTOR_COMMAND = "python -m hydraspec.doctor"
-# Typed keys of these groups are repeated, but for those that say how a run drafts or is loaded.
+# Groups whose typed keys the doctor's command repeats, without OF_RUNS, which only a run needs.
 DOCTORS_GROUPS = ("target", "method", "workload", "engine", "sampling", "seed")
 CONFIG_DIR = re.compile(rf"{SEARCH_PATH}=\['file://([^'\\]*)'\]")
 OF_RUNS = {
@@ -67,10 +67,11 @@ def warnings_of(
 def failure_warnings(
     method: Mapping[int, Completion], baseline: Mapping[int, Completion]
 ) -> list[str]:
-    """Why requests ended with an error: up to MAX_FAILURES kinds of each side, most frequent first.
+    """Warnings of requests that ended with an error: for each side up to MAX_FAILURES kinds of
+    error, most frequent first.
 
-    Texts that differ in numbers only are a kind, shown by its first. What failed with the method
-    too is not said again for the baseline.
+    Texts that differ in numbers only are of one kind, whose first text is shown. The baseline's
+    failures exclude requests that failed with the method too.
     """
     sides = {
         "": [c for c in method.values() if c.finish_reason == "error"],
@@ -110,7 +111,7 @@ def build_warnings(built: Built) -> list[str]:
 
 def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
     """Warnings beside the verdict: requests that only one side lost, logits that are not finite,
-    and ties where outputs are expected to be identical."""
+    and differences within rounding where outputs are expected to be identical."""
     found = []
     sides = f"method={info.method}", "the baseline"
     for count, failed, finished in (
@@ -141,7 +142,7 @@ class _Acceptance:
     Attributes:
         first_rate: accepted / verified first drafts.
         length: tokens per verification.
-        where: empty, or which steps these figures are of, if not of the run's.
+        where: text that names the steps of these figures; empty for all steps of the run.
     """
 
     first_rate: float | None = None
@@ -155,8 +156,8 @@ class _Acceptance:
 
     @classmethod
     def of(cls, summary: Summary, rates: Sequence[float]) -> _Acceptance:
-        """The run's own, or, where the engine chose to draft seldom, that of the steps whose costs
-        were measured: `rates`, that draft i was accepted after i accepted ones."""
+        """Acceptance in the run, or, if it has too few drafts, in the steps whose costs were
+        measured, from `rates`: the share of draft i that was accepted after i accepted drafts."""
         if summary["num_drafts"] >= ENOUGH_DRAFTS:
             rate, length = summary["acceptance_rate_per_position"][0], summary["acceptance_length"]
             return cls(first_rate=rate, length=length["mean"])
@@ -177,7 +178,7 @@ def figure_warnings(
     speedup.
 
     Args:
-        rates: where the engine chose K, those it began with; see `_Acceptance.of`.
+        rates: acceptance in the steps whose costs were measured; see `_Acceptance.of`.
         typed: the run's overrides.
     """
     if not summary["num_drafts"] and not summary.get("num_speculative_tokens_used"):
@@ -220,7 +221,7 @@ def figure_warnings(
 
 
 def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
-    """The sign of a fault of the drafter; empty where acceptance and speedup show none."""
+    """The symptom of a faulty drafter, as text; empty if acceptance and speedup show none."""
     length, speedup = accepted.length, summary["speedup"]
     if length is None:
         idle = _idle_words(summary)
@@ -231,7 +232,8 @@ def _why_doctor(summary: Summary, accepted: _Acceptance) -> str:
 
 
 def _idle_words(summary: Summary, before: str = "") -> str:
-    """The share of steps in which the engine chose K=0; empty where it drafted, or K is fixed."""
+    """Text with the share of steps in which the engine chose K=0; empty if it drafted, or if K is
+    fixed."""
     used = summary.get("num_speculative_tokens_used")
     if not used or used["mean"] >= IDLE:
         return ""
@@ -287,12 +289,12 @@ def _why_slower(summary: Summary, *, hardly: bool) -> str:
 
 
 def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
-    """With --config-dir, the target, the method, its checkpoint if it is not the target's own, and
-    what was typed of prompts, conventions and the device.
+    """The doctor's command for a run: --config-dir, the target, the method, its checkpoint if it is
+    not the target's own, and typed keys of prompts, conventions and the device.
 
     Args:
-        config: of the run, resolved.
-        typed: its overrides.
+        config: the run's configuration, resolved.
+        typed: the run's overrides.
     """
     given = {line.lstrip("+").partition("=")[0]: line for line in typed}
     keys = {key: CONFIG_DIR.sub(r"--config-dir=\1", given[key]) for key in {SEARCH_PATH} & {*given}}
@@ -309,12 +311,13 @@ def doctor_command(config: RunConfig, typed: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text quoted for a shell; with Hydra's own quotes it stays readable."""
+    """The text quoted for a shell, in double quotes if it has single quotes and nothing that a
+    shell expands."""
     return shlex.quote(text) if "'" not in text or set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def _target(target: TargetConfig, given: dict[str, str]) -> dict[str, str]:
-    """A target that has no choice's name is one whose folder was given."""
+    """Overrides, by key, that select the run's target: its choice, or its checkpoint."""
     if target.name in choices_of("target"):
         return {"target": f"target={target.name}"}
     if "target.checkpoint" in given:
@@ -330,7 +333,7 @@ def accuracy_warnings(
     method: Mapping[int, Completion],
     baseline: Mapping[int, Completion],
 ) -> list[str]:
-    """A warning where the answers of method and baseline differ beyond noise.
+    """A warning if the answers of method and baseline differ beyond noise.
 
     Exact two-sided sign test over the requests that both sides finished and that have an answer, of
     which one side only is right (McNemar's test, exact), at SIGNIFICANCE.

@@ -1,7 +1,7 @@
-"""After the measured rounds: do sampled outputs with drafts have the target's distribution?
+"""Test, after the measured rounds, whether sampled outputs have the target's distribution.
 
-Some prompts are sampled many times with the method and with the baseline, and their first tokens
-compared (metrics/distribution.py, ADR 38).
+Some prompts are sampled many times with the method and with the baseline, and the first tokens of
+the samples are compared (metrics/distribution.py, ADR 38).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from hydraspec.types import Completion, Request
 from hydraspec.workloads.reading import request_seed
 
 FAILED = ENDED - 1  # in place of the tokens of an output with an error
-STREAMS = {"method": 1 << 40, "baseline": 1 << 41}  # places of requests that no workload has
+STREAMS = {"method": 1 << 40, "baseline": 1 << 41}  # first indices for seeds, above any workload's
 
 
 def check(config: RunConfig, measurement: Measurement) -> tuple[Distribution | None, list[str]]:
-    """The entry of summary.json for sampled outputs, and warnings; None where the run does not
-    ask, or has no baseline."""
+    """The entry of summary.json for sampled outputs, None if none were compared, and warnings."""
     count, baseline = config.metrics.distribution, measurement.baseline
     if count is None or baseline is None:
         return None, []
@@ -80,7 +79,7 @@ def check(config: RunConfig, measurement: Measurement) -> tuple[Distribution | N
 
 
 def _chosen(requests: Sequence[Request], count: int) -> list[Request]:
-    """The first sampled requests, of all categories in turn; of conversations first turns."""
+    """The first requests that sample, of all categories in turn, without later turns."""
     sampled = [r for r in requests if r.sampling.temperature > 0 and r.after is None]
     order = balanced([r.category for r in sampled])
     return [sampled[i] for i in order[:count]]
@@ -89,7 +88,7 @@ def _chosen(requests: Sequence[Request], count: int) -> list[Request]:
 def _requests(
     chosen: Sequence[Request], count: int, length: int, seed: int, side: str
 ) -> list[Request]:
-    """`count` samples of each prompt, with random streams of their own."""
+    """Requests for `count` samples of each prompt, of `length` tokens, each with its own seed."""
     made: list[Request] = []
     for prompt in chosen:
         for _ in range(count):
@@ -108,7 +107,8 @@ def _drawn(engine: Engine, requests: Sequence[Request], config: RunConfig) -> li
 
 
 def _as_samples(completions: Sequence[Completion], shape: tuple[int, int, int]) -> Samples:
-    """Tokens [P, N, L], ENDED after an output's end, FAILED for all of one with an error."""
+    """Tokens [P, N, L] of N samples of P prompts: ENDED after an output's end, FAILED in all places
+    of an output with an error."""
     samples = np.full(shape, ENDED, np.int64).reshape(-1, shape[2])
     for completion in completions:
         tokens = completion.output_token_ids[: shape[2]]

@@ -1,6 +1,6 @@
 """The summary of a run: the meter's metrics under the keys of metrics.summary.
 
-Defines no metric itself.
+The module defines no metric.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hydraspec.metrics.summary import (
 from hydraspec.types import Completion, Request
 from hydraspec.workloads.scoring import score_completion
 
-NOTHING = Expected()  # is predicted
+NOTHING = Expected()  # no prediction
 
 
 def build(
@@ -48,7 +48,7 @@ def build(
     facts: RunFacts,
     expected: Expected = NOTHING,
 ) -> Summary:
-    """The summary, still without warnings; every number is finite or null."""
+    """The summary of a run, with an empty list of warnings; every number is finite or null."""
     requests, method, baseline = measurement.requests, measurement.method, measurement.baseline
     info, meter = method.engine.info, method.meter
     pairs = [] if baseline is None else finished_pairs(meter, baseline.meter)
@@ -152,8 +152,8 @@ def _acceptance(meter: Meter) -> Acceptance:
 
 
 def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> Speed:
-    """Speed and accuracy: the fields that a baseline has too. A profile gives the phases' times
-    where no step did.
+    """Speed and accuracy: the fields that a baseline has too. The times of phases come from a
+    profile if no step has them.
     """
     meter, profile = measured.meter, measured.phase_ms
     breakdown: Mapping[str, float | None] = meter.steps.time_breakdown_ms()

@@ -24,10 +24,10 @@ UNNAMED = "wandb"  # tracker.name where the run has no name of its own
 def start(
     config: RunConfig, run_dir: Path, open_parts: ExitStack, typed: Sequence[str]
 ) -> WandbSink | None:
-    """Start to record a run, None without a tracker; `open_parts` closes it.
+    """Start to record a run; returns the sink, None without a tracker. `open_parts` closes it.
 
     Args:
-        typed: its overrides, of which a name is made unless it has one.
+        typed: the run's overrides, of which its name is made unless tracker.name gives one.
     """
     if not config.tracker.records:
         return None
@@ -58,11 +58,11 @@ def _options(config: RunConfig, name: str) -> TrackerOptions:
 
 
 def record_sweep(config: RunConfig, made: Study, runs: Runs, folder: Path, *, group: str) -> None:
-    """Record the summary run of a sweep in `folder`, which is there.
+    """Record the summary run of a sweep in W&B, with local files in `folder`, which exists.
 
     Args:
-        config: of one of its runs that has a tracker.
-        group: of its runs in W&B, where none was chosen.
+        config: the configuration of a run of the sweep that has a tracker.
+        group: the W&B group of the sweep's runs, if tracker.group is null.
     """
     group = config.tracker.group or group
     options = replace(

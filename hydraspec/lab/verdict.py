@@ -1,4 +1,4 @@
-"""Is the speculative output the target's own? Greedy outputs are compared token for token."""
+"""The lossless verdict: greedy outputs of method and baseline, compared token for token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydraspec.metrics.lossless import LOW_PRECISION
 from hydraspec.metrics.summary import Divergence, Lossless
 from hydraspec.types import DTYPES, Completion, Request
 
-ROUNDING_FACTOR = 8  # of eps(dtype) · max|logit|: what another order of summation may move a logit
+ROUNDING_FACTOR = 8  # times eps(dtype) · max|logit|: effect of another order of summation
 SAMPLED = "sampled"
 SYNTHETIC = "synthetic verification"
 NOT_FINISHED = "no greedy request was finished with the method and with the baseline"
@@ -54,16 +54,15 @@ def judge(
 ) -> Lossless:
     """Compare the outputs of requests that are greedy and finished on both sides, by request index.
 
-    "numerical" if at every first difference the target's margin is within rounding, "diverged" if
-    at any it is not. A request with an error on one side only is no equal output: "diverged" if the
-    method failed a greedy request that the baseline finished; where the baseline failed one that
-    the method finished, there is nothing to compare it with, and what would be "identical" is
-    "not_checked". Synthetic verification, and a workload without greedy requests, is not checked.
-    Logits that are not finite, looked at in one request if no outputs differ, prove nothing equal.
-    A later turn of a conversation is compared where both sides read the same prompt: where the
-    answers before it differ, it is only counted.
-    Where the engine gives no logits there is no margin: other outputs are "not_checked" in bfloat16
-    and float16, where ties are frequent, and "diverged" in float32 and float64.
+    The verdict is "numerical" if at every first difference the target's margin is within rounding,
+    "diverged" if at any it is not. It is "diverged" too if the method failed a greedy request that
+    the baseline finished; if the baseline failed one that the method finished, "identical" becomes
+    "not_checked", as that output has nothing to be compared with. Synthetic verification, and a
+    workload without greedy requests, is not checked. If no outputs differ, the logits of one
+    request are examined, and the verdict is "not_checked" if they are not finite. A later turn of a
+    conversation is compared if both sides read the same prompt; if the answers before it differ,
+    the turn is only counted. An engine without logits gives no margin: different outputs are then
+    "not_checked" in bfloat16 and float16, where ties are frequent, else "diverged".
     """
     found = not_checked(SYNTHETIC, requests, method)
     others = [r for r in requests if _have_other_prompts(r, method, baseline)]
@@ -106,7 +105,7 @@ def judge(
 def _why_not(
     found: Lossless, requests: Sequence[Request], failed: Sequence[Request], info: EngineInfo
 ) -> str | None:
-    """Why what was found is "not_checked"; None if outputs are equal, or differ within rounding."""
+    """The reason for "not_checked"; None if outputs are equal, or differ within rounding."""
     if first := found["first_divergence"]:
         return WITHOUT_MARGINS.format(info) if first["target_margin"] is None else None
     if not any(_is_greedy(r) for r in requests):
@@ -121,7 +120,7 @@ def _why_not(
 def _have_other_prompts(
     request: Request, method: Mapping[int, Completion], baseline: Mapping[int, Completion]
 ) -> bool:
-    """Returns whether the answers before a turn differ, so that its prompts do."""
+    """Returns whether a turn has another prompt on each side, as the answers before it differ."""
     ours, other = method.get(request.index), baseline.get(request.index)
     if request.after is None or ours is None or other is None:
         return False
@@ -145,8 +144,8 @@ def _finished(completions: Mapping[int, Completion], request: Request) -> bool:
 def look_at_logits(
     requests: Sequence[Request], completions: Mapping[int, Completion], engine: Engine
 ) -> str | None:
-    """The id of the first request that finished, if its last token came from logits that are NaN or
-    infinite; None for engines that look at every step's, and for those that give none."""
+    """The id of the first finished request if its last token came from logits that are NaN or
+    infinite, else None; None too from engines that check every step's logits, or give none."""
     if engine.info.checks_logits:
         return None
     request = next((r for r in requests if _finished(completions, r)), None)
@@ -164,7 +163,7 @@ def _first_and_beyond(
     baseline: Mapping[int, Completion],
     engine: Engine,
 ) -> tuple[Divergence | None, Divergence | None]:
-    """The first divergence, and the first whose margin is not within rounding."""
+    """The first divergence, and the first whose margin is not within rounding; None without one."""
     first = None
     for request in differing:
         found = _divergence(request, method[request.index], baseline[request.index], engine)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from hydraspec.types import Request
 
-STREAM = 0x61727276  # of random numbers, apart from those of prompts and samples
+STREAM = 0x61727276  # mixed with the run's seed: other numbers than those of prompts and samples
 LONG_S = 24 * 3600.0  # a run that waits for longer is warned of
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ArrivalProcess:
-    """Requests that arrive at random, as `vllm bench serve` has them.
+    """Random arrivals of requests, as in `vllm bench serve`.
 
     Attributes:
         rate: requests, or conversations, per second; None: all are offered at once.
@@ -32,8 +32,8 @@ class ArrivalProcess:
     seed: int
 
     def offered(self, requests: Sequence[Request], round_number: int) -> Sequence[Request]:
-        """The requests of a round with their times of arrival, in order; themselves without a
-        rate. Of a conversation the first turn arrives; later ones follow the answers."""
+        """The requests of a round, in order, with their times of arrival; unchanged without a rate.
+        Only first turns of conversations have such times: later turns follow the answers."""
         if self.rate is None:
             return requests
         firsts = [request.index for request in requests if request.after is None]
@@ -56,7 +56,7 @@ class ArrivalProcess:
         return times
 
     def warnings(self, num_requests: int, num_sides: int) -> list[str]:
-        """A warning where the run waits for arrivals for days."""
+        """A warning if the run waits for arrivals for more than a day."""
         if self.rate is None or (waiting := num_requests * num_sides / self.rate) <= LONG_S:
             return []
         sides = "" if num_sides == 1 else ", once for the method and once for the baseline"

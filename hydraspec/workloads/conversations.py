@@ -10,13 +10,13 @@ from hydraspec.types import Request, WorkloadError
 
 
 def num_turns_in_all(config: RunConfig) -> int:
-    """Requests of workload=multi_turn."""
+    """Number of requests of workload=multi_turn, which are the turns of all conversations."""
     size = config.workload
     return size.num_turns * min(size.limit or size.num_conversations, size.num_conversations)
 
 
 def in_conversations(requests: list[Request], num_turns: int) -> list[Request]:
-    """Each `num_turns` requests, one after the other, are the turns of a conversation. Ids are
+    """The requests as turns: each `num_turns` consecutive requests are a conversation. Ids are
     "<conversation>/<n>", conversations from 0, n from 1."""
     return [
         replace(
@@ -32,10 +32,10 @@ def in_conversations(requests: list[Request], num_turns: int) -> list[Request]:
 def conversations_of_lines(
     requests: list[Request], places: dict[str, str], config: RunConfig
 ) -> tuple[list[Request], dict[str, str]]:
-    """workload=multi_turn of a file: its lines as turns, and where each was written.
+    """The lines of a file as turns of workload=multi_turn, and the place of each turn by its id.
 
     Raises:
-        ConfigurationError: the file has fewer lines.
+        ConfigurationError: the file has fewer lines than there are turns.
         WorkloadError: a line is no single message of a user.
     """
     size, found, needed = config.workload, len(requests), num_turns_in_all(config)

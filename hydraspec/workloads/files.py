@@ -29,7 +29,7 @@ def of_workload(config: WorkloadConfig) -> tuple[str, bytes]:
     """The name for messages, and the bytes, of a workload's file, zoo entry or package.
 
     Raises:
-        WorkloadError: it cannot be read; the message says where the file is had.
+        WorkloadError: the workload cannot be read; the message says how to get the file.
     """
     if config.path is None and config.name in PACKAGES:
         return _read_package(config.name)
@@ -49,7 +49,7 @@ def of_shots(path: str) -> tuple[str, bytes]:
 
 
 def _read_file(key: str, given: str, source: str | None) -> tuple[str, bytes]:
-    """The name for messages, and the bytes, of a file; `source` is where it is had."""
+    """The name for messages, and the bytes, of a file; `source` says how to get the file."""
     path = Path(given).expanduser()
     had = "" if source is None else f"; the file: {source}"
     try:
@@ -70,7 +70,8 @@ def _read_file(key: str, given: str, source: str | None) -> tuple[str, bytes]:
 
 
 def _read_package(workload: str) -> tuple[str, bytes]:
-    """A file of an installed package, none of whose code is imported."""
+    """The name for messages, and the bytes, of a file of an installed package, whose code is not
+    imported."""
     package, place = PACKAGES[workload]
     try:
         path = str(distribution(package).locate_file(place))
@@ -83,7 +84,7 @@ def _read_package(workload: str) -> tuple[str, bytes]:
 
 
 def _unpacked(name: str, content: bytes) -> bytes:
-    """The text of a file that gzip has packed."""
+    """The content of a file, decompressed if it is in gzip format."""
     if not content.startswith(b"\x1f\x8b"):
         return content
     try:

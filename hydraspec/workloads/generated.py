@@ -9,14 +9,14 @@ from hydraspec.types import Request
 from hydraspec.workloads.conversations import in_conversations, num_turns_in_all
 from hydraspec.workloads.reading import Workload, fixed_length_sampling
 
-STREAM = 0x776F726B  # beside the run's seed
+STREAM = 0x776F726B  # mixed with the run's seed
 
 
 REAL_TEXT = "workload=jsonl with prompts of your own"
 
 
 def random_text_warning(source: str, remedy: str) -> str:
-    """The warning where acceptance is measured on prompts of random tokens."""
+    """The warning of a run that measures acceptance on prompts of random tokens."""
     return (
         f"{source} has prompts of random tokens, so acceptance and speedup say nothing about real "
         f"text; to try: {remedy}"
@@ -42,7 +42,7 @@ def _single(config: RunConfig, rng: np.random.Generator, vocab_size: int) -> lis
 
 
 def _shared_prefix(config: RunConfig, rng: np.random.Generator, vocab_size: int) -> list[Request]:
-    """Ids are "<prefix>/<n>", n from 1; the order is random."""
+    """Requests with shared prefixes, in random order; ids are "<prefix>/<n>", n from 1."""
     size = config.workload
     prefixes = rng.integers(0, vocab_size, (size.num_prefixes, size.prefix_tokens))
     order = rng.permutation(np.repeat(np.arange(size.num_prefixes), size.requests_per_prefix))

@@ -72,7 +72,7 @@ class _Turn:
 
 
 class _Line:
-    """Checks of one line; every failure begins with its place."""
+    """Checks of one line; every error message begins with the line's place."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -153,7 +153,7 @@ class _Line:
     # ------------------------------------------------------------------ fields
 
     def checked(self, key: str, value: Any) -> Any:
-        """A value that is null or what FIELDS allows."""
+        """The value, which is refused unless it is null or FIELDS allows it."""
         holds, allowed = FIELDS[key]
         if value is not None and not holds(value):
             self.refuse(key, value, allowed)
@@ -163,8 +163,8 @@ class _Line:
         return None if self.checked("answer", value) is None else str(value)
 
     def answers(self, value: object, num_turns: int) -> list[str | None]:
-        """An answer for each request of the line; of a conversation, one that is not a list is the
-        last turn's."""
+        """An answer for each request of the line; in a conversation, an answer that is not a list
+        is that of the last turn."""
         if not num_turns:
             return [self.answer(value)]
         if not isinstance(value, list):
@@ -193,7 +193,8 @@ class _Line:
         return value
 
     def check_order(self, roles: Sequence[str]) -> None:
-        """The user speaks first, user and assistant alternate, and the assistant is to answer."""
+        """Refuse roles unless the user speaks first, user and assistant alternate, and the last
+        message is not the assistant's."""
         for i in range(1, len(roles)):
             if roles[i] in SPEAKERS and roles[i] == roles[i - 1]:
                 self.fail(
@@ -302,13 +303,13 @@ def _is_stop(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
+    """Text of a value for a message, cut after 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 TEXT = (lambda value: isinstance(value, str), "a string")
-# Key → what holds of its values, and what is allowed, in words.
+# Key → a test of its values, and the allowed values in words.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (_is_id, "a non-empty string or an integer"),
     "prompt": (

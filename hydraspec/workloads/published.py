@@ -30,16 +30,16 @@ CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """An entry of a file."""
+    """An entry of a benchmark's file."""
 
     place: str  # "file:line", or "file, entry n" of a JSON array
     values: Mapping[str, Any]
 
     def text(self, key: str) -> str:
-        """A text that has to be there.
+        """The text of a key that must have one.
 
         Raises:
-            WorkloadError: with the place.
+            WorkloadError: with the place; the value is no text, or blank.
         """
         value = self.values.get(key)
         if not isinstance(value, str) or not value.strip():
@@ -47,7 +47,7 @@ class Record:
         return value
 
     def error(self, problem: str) -> WorkloadError:
-        """The error of this record."""
+        """The WorkloadError of a problem, which begins with the record's place."""
         return WorkloadError(f"{self.place}: {problem}")
 
 
@@ -55,7 +55,7 @@ def records(name: str, content: bytes) -> list[Record]:
     """The objects of a file of JSON lines, or of one JSON array.
 
     Raises:
-        WorkloadError: with the place of what is no object.
+        WorkloadError: with the place of the first entry that is no JSON object.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -90,7 +90,7 @@ Read = Callable[[str], tuple[str, bytes]]  # path → name for messages, content
 
 
 def left_out(config: WorkloadConfig, found: Sequence[Record]) -> list[str]:
-    """Warnings of what has no place in a workload."""
+    """Warnings about conversations of ShareGPT that are left out, in whole or in part."""
     if config.name != "sharegpt":
         return []
     parts = [_users_part(record) for record in found]
@@ -109,7 +109,8 @@ def left_out(config: WorkloadConfig, found: Sequence[Record]) -> list[str]:
 def _gsm8k(
     config: WorkloadConfig, found: Sequence[Record], read: Read
 ) -> Iterator[tuple[str, Line]]:
-    """{"question", "answer": "… #### 42"}: the answer's text is kept for examples only."""
+    """Lines of GSM8K, whose entries are {"question", "answer": "… #### 42"}; only examples keep the
+    whole answer."""
     count, own = config.num_shots, config.shots_path is None
     shots = found if config.shots_path is None else records(*read(config.shots_path))
     asked = found[count:] if own else found
@@ -147,7 +148,7 @@ def _chat(question: str, examples: Sequence[tuple[str, str]]) -> Line:
 
 
 def _plain(question: str, examples: Sequence[tuple[str, str]]) -> Line:
-    """Plain text, which ends where the target would ask the next question itself."""
+    """A question after examples as plain text; output stops before a next question."""
     before = "".join(f"Question: {asked}\nAnswer: {solved}\n\n" for asked, solved in examples)
     return {
         "prompt": f"{before}Question: {question}\nAnswer:",
@@ -158,8 +159,8 @@ def _plain(question: str, examples: Sequence[tuple[str, str]]) -> Line:
 def _humaneval(
     config: WorkloadConfig, found: Sequence[Record], read: Read
 ) -> Iterator[tuple[str, Line]]:
-    """{"task_id", "prompt", "entry_point", …}: the beginning of a function, to be completed; the
-    answer is the name that it is to define."""
+    """Lines of HumanEval, whose entries are {"task_id", "prompt", "entry_point", …}: the beginning
+    of a function, to be completed; the answer is the name of the function."""
     for record in found:
         prompt, name = record.text("prompt"), record.text("entry_point")
         line: Line = {
@@ -179,7 +180,7 @@ def _humaneval(
 def _questions(
     config: WorkloadConfig, found: Sequence[Record], read: Read
 ) -> Iterator[tuple[str, Line]]:
-    """{"question_id", "category", "turns"} of MT-bench and Spec-Bench: conversations."""
+    """Lines of MT-bench and Spec-Bench, whose entries are {"question_id", "category", "turns"}."""
     for record in found:
         values = record.values
         if not values.get("turns"):
@@ -191,8 +192,8 @@ def _questions(
 def _sharegpt(
     config: WorkloadConfig, found: Sequence[Record], read: Read
 ) -> Iterator[tuple[str, Line]]:
-    """{"id", "conversations": [{"from", "value"}, …]}: ids may repeat, so that they are kept in
-    `meta`."""
+    """Lines of ShareGPT, whose entries are {"id", "conversations": [{"from", "value"}, …]}. Ids may
+    repeat, so that they are kept in `meta`."""
     for record in found:
         system, turns, _ = _users_part(record)
         if turns:
@@ -201,8 +202,8 @@ def _sharegpt(
 
 
 def _users_part(record: Record) -> tuple[str | None, list[str], bool]:
-    """A system message, the users' messages up to an empty one, and whether an answer comes before
-    all of them."""
+    """The system message or None, the users' messages up to an empty one, and whether an answer
+    comes before all of them."""
     given = record.values.get("conversations")
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise record.error('conversations: must be a list of {"from", "value"}')
@@ -227,8 +228,8 @@ def _users_part(record: Record) -> tuple[str | None, list[str], bool]:
     return system, turns, is_headless
 
 
-# Places, and lines as `workload=jsonl` has them; each raises WorkloadError with the place of a
-# record that is in another format.
+# Functions that yield places, and lines as `workload=jsonl` has them; each raises WorkloadError,
+# with the place, for a record that is in another format.
 FORMATS = {
     "gsm8k": _gsm8k,
     "humaneval": _humaneval,

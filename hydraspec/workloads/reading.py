@@ -36,7 +36,7 @@ class Workload:
 
     requests: list[Request]
     places: dict[str, str]  # request id -> "file:line"
-    num_lines: int = 0  # read; one with turns has several requests
+    num_lines: int = 0  # lines read; a line with turns has several requests
     warnings: list[str] = field(default_factory=list)
 
     def with_place(self, error: WorkloadError) -> WorkloadError:
@@ -87,10 +87,10 @@ def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
 
 
 def read(config: RunConfig) -> Workload | None:
-    """Read and check the lines of a workload. None for one of random tokens, which needs a
-    vocabulary first.
+    """Read and check the lines of a workload. Returns None for a workload of random tokens, which
+    needs the vocabulary's size first.
 
-    Its warnings name the sampling keys that are set and that every line overrides.
+    The workload's warnings name, among others, sampling keys that every line overrides.
 
     Raises:
         WorkloadError: with file and line (exit status 3).
@@ -119,7 +119,7 @@ def read(config: RunConfig) -> Workload | None:
 
 @dataclass(slots=True, frozen=True)
 class _Lines:
-    """A workload's name for messages, places and lines, and what to warn of."""
+    """A workload's name for messages, its lines with their places, and warnings."""
 
     name: str
     lines: Iterator[tuple[str, bytes]]
@@ -143,7 +143,8 @@ def _lines(config: RunConfig) -> _Lines:
 
 
 def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:
-    """Give requests with messages the configured switch; a warning where there is none."""
+    """Set workload.thinking on requests with messages; returns a warning if it is set and no
+    request has messages."""
     chats = [request for request in requests if request.messages is not None]
     for request in chats:
         request.thinking = config.thinking
@@ -154,8 +155,8 @@ def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[s
 
 
 def _lines_of(added: EntryPoint, config: RunConfig) -> Iterator[bytes]:
-    """The lines of another package's workload: a function of the group's configuration and the
-    seed that yields JSON objects as a workload file has them.
+    """The lines of another package's workload, whose function gets the group's configuration and
+    the seed, and yields JSON objects as in a workload file.
     """
     function = plugins.load(added)
     for line in function(config.workload, config.seed):
@@ -184,7 +185,8 @@ def depends_on_seed(config: RunConfig) -> bool:
 
 
 def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str]:
-    """The keys that differ from the choice's own, and are in no request."""
+    """Warnings of sampling keys that differ from the choice's values, and that every request
+    overrides."""
     own, given = packaged("sampling", config.name), default_sampling(config, seed=0)
     return [
         f"sampling.{key}={show(getattr(config, key))} has no effect: "
@@ -241,18 +243,18 @@ def fixed_length_sampling(config: RunConfig, index: int, num_tokens: int) -> Sam
 
 
 def request_seed(seed: int, index: int) -> int:
-    """The stream of request `index` in a run with `seed`: splitmix64(splitmix64(seed) + index + 1)
+    """The seed of request `index` in a run with `seed`: splitmix64(splitmix64(seed) + index + 1)
     >> 1.
 
-    63 bits, so that it fits a signed int64. For one seed, different places get different 64-bit
-    words.
+    The result has 63 bits, so that it fits a signed int64. Before the shift, different indices of
+    one run get different 64-bit words.
     """
     return _splitmix64(_splitmix64(seed & MASK_64) + index + 1) >> 1
 
 
 def _splitmix64(x: int) -> int:
-    """Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators": one
-    output.
+    """The splitmix64 output for state `x` (Steele, Lea and Flood, 2014, "Fast splittable
+    pseudorandom number generators").
     """
     x = (x + 0x9E3779B97F4A7C15) & MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64

@@ -1,5 +1,5 @@
-"""Exact match of an output's text, or of its final number, with the answer of its workload line;
-or whether an output is code that defines the function which the line names. No code is run.
+"""Scores of outputs: exact match of the text, or of its final number, with the answer of the
+workload line, or whether the output defines the function that the line names. No code is run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def score(text: str | None, answer: str | None) -> bool | None:
-    """Returns whether the final answer in `text` is `answer`; null where either is missing.
+    """Returns whether the final answer in `text` is `answer`; None if either is missing.
 
     The final answer is what follows the last "answer is", or the whole text where that phrase is
     absent; both sides are compared without surrounding white space, to the letter.
@@ -29,7 +29,7 @@ def score(text: str | None, answer: str | None) -> bool | None:
 
 
 def score_number(text: str | None, answer: str | None) -> bool | None:
-    """Returns whether the final number in `text` is that of `answer`; null where either is missing.
+    """Returns whether the final number in `text` is that of `answer`; None if either is missing.
 
     The final number is the first one after the last "####", or else after the last "answer is", or
     else the last one of the text. 1,000 and 1000.0 are equal; signs of currency and units are no
@@ -51,12 +51,12 @@ def final_number(text: str) -> Decimal | None:
 
 
 def score_defines(text: str | None, prompt: str | None, name: str | None) -> bool | None:
-    """Returns whether the code in `text` parses as Python and defines `name`; null where text or
-    name is missing.
+    """Returns whether the code in `text` parses as Python and defines `name`; None if text or name
+    is missing.
 
-    The code is a fenced block of the text, or the text after the prompt that it continues (none of
-    a chat). Its top level has a function `name` whose body is more than a docstring, `pass` or
-    `...`. What the function computes is not looked at: this is no pass@1.
+    The code is a fenced block of the text, or the text after the prompt that it continues (a chat
+    has no such prompt). Its top level has a function `name` whose body is more than a docstring,
+    `pass` or `...`. The function is not tested: this is no pass@1.
     """
     if text is None or name is None:
         return None
@@ -82,14 +82,14 @@ def _defines(code: str, name: str) -> bool:
 
 
 def _is_filler(statement: ast.stmt) -> bool:
-    """A docstring, `...` or `pass`."""
+    """Returns whether a statement is a docstring, `...` or `pass`."""
     is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return is_constant or isinstance(statement, ast.Pass)
 
 
 def score_completion(request: Request, completion: Completion) -> bool | None:
-    """Returns whether a request's output is right, as its `scoring` says; null for one that ended
-    with an error."""
+    """Returns whether a request's output is right, as its `scoring` says; None for a request that
+    ended with an error, or has no answer."""
     if completion.finish_reason == "error":
         return None
     if request.scoring == "defines":
