@@ -78,7 +78,7 @@ def _without_path(key: str) -> Rule:
     )
 
 
-def _where_it_is_had(path: object, c: RunConfig) -> str:
+def _download_hint(path: object, c: RunConfig) -> str:
     source = SOURCES.get(c.workload.name)
     return "add workload.path=<file.jsonl>" + (f"; the file: {source}" if source else "")
 
@@ -126,7 +126,7 @@ WORKLOAD_RULES = (
             else "a file of JSON lines, or zoo:tiny"
         ),
         "names no file",
-        _where_it_is_had,
+        _download_hint,
     ),
     *map(_without_path, WITHOUT_PATH),
     at_least("workload.num_shots", 0),

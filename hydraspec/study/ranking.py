@@ -1,5 +1,5 @@
 """Figures of jobs, and jobs ranked by paired speedup, or by tokens per second where they share no
-baseline; jobs that cannot be told from the best, and drift of the machine.
+baseline; jobs that are not significantly worse than the best, and drift of the machine.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Runner:
         return draft
 
     def reassign(self, slot: int) -> None:
-        """Hook for a new owner of `slot`, which results in flight for the last must not reach."""
+        """Hook for a new owner of `slot`: results in flight for the last owner are dropped."""
 
     def run(self, inputs: PlanTensors, *, proposes: bool = True) -> DeviceStep:
         """Run the device's verbs, in order, over an uploaded plan; `propose` only if `proposes`."""
