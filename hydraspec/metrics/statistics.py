@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 NUM_RESAMPLES = 2000
 MAX_INDICES_AT_ONCE = 4_000_000  # bounds the memory of a bootstrap over very many requests
 MIN_REQUESTS = 5  # that must contribute to an interval
-UNBOUNDED = 1000  # ratios beyond are not shown: they say nothing
+UNBOUNDED = 1000  # times the low end, if that is above 1: an end beyond says nothing
 SEED = 0x5EED  # intervals of equal counts are equal, whatever the run's own seed
 
 
@@ -34,8 +34,9 @@ class Estimate:
 def range_words(ci95: Sequence[float], digits: int = 2) -> str:
     """An interval as "1.75 to 2.20"; a huge end, which few blocks can give, as "over 1000"."""
     low, high = ci95
-    end = f"{high:.{digits}f}" if high < UNBOUNDED else f"over {UNBOUNDED}"
-    return f"{low:.{digits}f} to {end}"
+    bound = UNBOUNDED * max(1.0, low)
+    end = f"{high:,.{digits}f}" if high < bound else f"over {bound:.0f}"
+    return f"{low:,.{digits}f} to {end}"
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hydraspec.study.texts import ci_words, interval, number, plus_minus
+from hydraspec.study.texts import ci_words, interval, interval_note, number, plus_minus
 
 
 def test_a_missing_figure_is_a_dash_and_a_missing_interval_has_its_reason() -> None:
@@ -18,4 +18,5 @@ def test_a_missing_figure_is_a_dash_and_a_missing_interval_has_its_reason() -> N
 def test_an_interval_without_an_end_is_said_in_words() -> None:
     """Catches digits that stand for nothing: of few blocks a bound may be 1e21."""
     assert ci_words([0.01, 5e21]) == " (0.01 to over 1000)"
+    assert interval_note([1132.4, 1340.6], 0) == "95 % interval 1,132 to 1,341; "
     assert ci_words(None) == ""
