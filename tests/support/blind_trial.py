@@ -182,8 +182,7 @@ def as_row(found: Conclusion, truth: Row) -> Row:
         "base": found.diagnosis.base.acceptance,
         "module": where,
         "parts": [
-            (p.module, p.value, p.acceptance, p.drafts, p.probability)
-            for p in judgement.damage.parts
+            (p.module, p.acceptance, p.drafts, p.probability) for p in judgement.damage.parts
         ],
         "best": [
             (each.change.cause, each.change.tried, each.scores.acceptance)
