@@ -235,7 +235,7 @@ def two_sided(t: float, resampled: Array | None, num_blocks: int) -> float:
 
 
 def _critical(resampled: Array | None, num_blocks: int, num_turnovers: float) -> Critical:
-    if resampled is None:
+    if resampled is None or not resampled.size:
         return Critical(num_blocks=num_blocks, num_turnovers=num_turnovers)
     return Critical(
         num_blocks=num_blocks,

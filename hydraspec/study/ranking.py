@@ -262,7 +262,7 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
             each.slowest = slowest_requests(each.job, against.job, count=NUM_SLOWEST)
     if against is best:
         for each in made:
-            each.told_from_best = _is_told(each, by)
+            each.told_from_best = _is_told(each, by) or (by == "speedup" and _loses(each, best))
     elif len(made) == 2:
         against.told_from_best = _is_told(best, by)
     return Group(jobs=made, by=by, reference=against)
@@ -271,6 +271,13 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
 def _is_told(each: JobFigures, by: RankedBy) -> bool:
     found = each.against(by)
     return found is not None and found.says != "cannot_tell"
+
+
+def _loses(each: JobFigures, best: JobFigures) -> bool:
+    """Returns whether a job without drafts is slower than the best one, as the best job's own
+    interval says: its speedup is over decoding without drafts."""
+    speed = best.speedups[ALL]
+    return bool(each.job.is_plain and speed and speed["ci95"] and speed["ci95"][0] > 1)
 
 
 def _mean(found: Interval | None) -> float:
