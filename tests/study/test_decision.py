@@ -84,7 +84,7 @@ def test_the_answer_names_the_best_and_what_is_as_good(
 
 
 def test_none_is_not_tied_with_a_job_whose_interval_is_above_one(sweep: Path) -> None:
-    """Catches the correction over all pairs of jobs, which tied `none` with 1.91x (1.37 to 2.65)."""
+    """Catches the correction over all pairs of jobs: it tied `none` with 1.91x (1.37 to 2.65)."""
     pace(sweep / "0", 1.6, spread=0.25)
     for number in range(3, 11):
         pace(copied(sweep / "1", str(number), seed=0, method__draft_sampling=str(number)), 0.9)
