@@ -34,7 +34,7 @@ from hydraspec.study.decision import decide
 from hydraspec.study.groups import families_of, unfinished
 from hydraspec.study.jobs import differing_keys
 from hydraspec.study.pairs import ALL
-from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
+from hydraspec.study.ranking import Group, JobFigures
 from hydraspec.study.runs import Run, ran_without_graphs, read_run
 from hydraspec.study.settings import typed_settings
 from hydraspec.study.speedups import kind_of
@@ -62,11 +62,7 @@ DISTRIBUTIONS = {
 HEADINGS = ("acceptance length", "tok/s", "ms/token", "speedup", "lossless")
 LATENCIES = ("queue p99, ms", "ttft p99, ms", "inter-token p99, ms", "goodput")  # with arrivals
 COMMON = ("target", "engine", "workload", "concurrency", "dtype", "device")
-MARKS = (
-    f"{BEST}: the highest paired speedup among jobs over the same prompts on the same setup; "
-    f"{EQUAL}: cannot be told from it.",
-    "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one.",
-)
+NO_INTERVAL = "±: half a 95 % interval, bootstrap over requests; ±-: too few requests for one."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +141,7 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     print_block(console, _table(found))
     for group in found.groups:
         show(group, title=_title(group), console=console)
-    for note in (*MARKS, *_notes(found)):
+    for note in (NO_INTERVAL, *_notes(found)):
         console.print(printable(note), markup=False, soft_wrap=True)
     console.print(f"Comparison: {page}", soft_wrap=True, markup=False)
 
