@@ -1,5 +1,5 @@
 """Measured rounds of a workload on one engine or two: a warm-up, then method and baseline in turn,
-twice (A B A B), so that changes of the machine affect method and baseline alike.
+two or four times (A B A B), so that changes of the machine affect method and baseline alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hydraspec.metrics.summary import TeacherForced
 from hydraspec.types import Completion, Request, StepRecord
 from hydraspec.workloads.arrivals import ArrivalProcess
 
-NUM_ROUNDS = 2
+LEAST_ROUNDS, MOST_ROUNDS = 2, 4
+TURNOVERS = 4  # of the requests that run at once, in each of more than LEAST_ROUNDS
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
 MAX_FULL_WARM_UPS = 3  # repeats, while kernels are still compiled
@@ -99,14 +100,15 @@ class Measurement:
                     break
 
     def run(self) -> None:
-        """Decode the workload in NUM_ROUNDS parts, each with every side in turn; a part that an
-        interrupt cuts short is timed too."""
+        """Decode the workload in rounds, each with a part of the requests and every side in turn; a
+        part that an interrupt cuts short is timed too."""
+        num_rounds = _num_rounds(len(self.requests), self._concurrency)
         with _model_kept_from_garbage_collection():
-            for number, share in enumerate(_parts(self.requests), start=1):
+            for number, share in enumerate(_parts(self.requests, num_rounds), start=1):
                 part = self._arrivals.offered(share, number)
                 for side, measured in self.sides.items():
                     for sink in self._sinks:
-                        sink.on_round(side, number, NUM_ROUNDS)
+                        sink.on_round(side, number, num_rounds)
                     steps = measured.meter.steps
                     built_before = measured.engine.num_built()
                     measured.meter.begin_run()
@@ -158,11 +160,18 @@ def closing_run(
             events.close()
 
 
-def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
-    """The workload in NUM_ROUNDS contiguous parts, empty ones left out. Conversations stay
+def _num_rounds(num_requests: int, concurrency: int | None) -> int:
+    """The number of rounds. With more of them less of the machine's drift falls on one side, but
+    each ends with steps of few requests."""
+    is_long = num_requests >= MOST_ROUNDS * TURNOVERS * (concurrency or num_requests)
+    return MOST_ROUNDS if is_long else LEAST_ROUNDS
+
+
+def _parts(requests: Sequence[Request], num_rounds: int) -> Iterator[Sequence[Request]]:
+    """The workload in `num_rounds` contiguous parts, empty ones left out. Conversations stay
     whole: a part ends before a first turn."""
     starts = [i for i, r in enumerate(requests) if r.after is None] + [len(requests)]
-    wanted = [len(requests) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
+    wanted = [len(requests) * i // num_rounds for i in range(num_rounds + 1)]
     bounds = [min(starts, key=lambda start: abs(start - place)) for place in wanted]
     for first, last in pairwise(bounds):
         if last > first:

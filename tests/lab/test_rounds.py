@@ -13,7 +13,7 @@ from records import json_lines, request
 
 import hydraspec
 from hydraspec.lab import recorder
-from hydraspec.lab.rounds import _parts
+from hydraspec.lab.rounds import _num_rounds, _parts
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Request
 
@@ -45,7 +45,7 @@ def conversations(*lengths: int) -> list[Request]:
 )
 def test_conversations_stay_whole(lengths: tuple[int, ...], sizes: list[int]) -> None:
     requests = conversations(*lengths)
-    parts = [list(part) for part in _parts(requests)]
+    parts = [list(part) for part in _parts(requests, 2)]
     assert [len(part) for part in parts] == sizes
     assert [r for part in parts for r in part] == requests
     assert all(part[0].after is None for part in parts)
@@ -124,3 +124,19 @@ def test_an_interrupt_in_round_2_keeps_both_sides_of_round_1(
     assert baseline["output_tokens_per_second"] > 0
     assert baseline["accuracy"]["num_scored"] == 4
     assert len(json_lines(tmp_path / "requests.jsonl")) == finished_by_method
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "concurrency", "num_rounds"),
+    [
+        pytest.param(64, 4, 4, id="the default run"),
+        pytest.param(63, 4, 2, id="too few turnovers"),
+        pytest.param(1000, None, 2, id="all at once"),
+        pytest.param(16, 1, 4, id="one at a time"),
+    ],
+)
+def test_a_long_workload_has_more_rounds(
+    num_requests: int, concurrency: int | None, num_rounds: int
+) -> None:
+    """Catches rounds in which as many requests as asked for never run at once."""
+    assert _num_rounds(num_requests, concurrency) == num_rounds
