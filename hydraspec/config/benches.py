@@ -18,7 +18,7 @@ MOST_RATE = 1e6  # requests per second, far past what an engine can take
 
 
 def is_bench(config: RunConfig) -> bool:
-    """Returns whether the configuration is of a benchmark, a table of timings, and not of a run."""
+    """Returns whether the configuration is for a benchmark, which writes a table of timings."""
     return config.bench.name != PLAIN
 
 

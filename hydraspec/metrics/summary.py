@@ -115,7 +115,7 @@ class TurnFigures(TypedDict):
 
 
 class Goodput(TypedDict):
-    """The limits that were set, and the requests that meet all of them."""
+    """Latency limits that were set, and the share and rate of requests that meet all of them."""
 
     ttft_ms: float | None
     inter_token_ms: float | None

@@ -104,7 +104,7 @@ class BaseSpeculator(ABC):
 
     def capture(self, graphs: DraftGraphs) -> None:
         """Capture the decode pass, after `init_cudagraph_manager` and `bind_kv_caches`. `graphs`
-        is not kept: `make_batch` is a method of the runner, which keeps this speculator."""
+        must not be stored: its `make_batch` is bound to the runner, which holds this speculator."""
         return None
 
     def pause_graphs(self, paused: bool) -> None:

@@ -187,8 +187,9 @@ class Decision:
 
 
 def decide(group: Group) -> Decision | None:
-    """The answer for a group; None where jobs are not ranked by speedup, or where no job with
-    drafts has a known speedup and lossless outputs."""
+    """The decision for a group of jobs: which to use, which are as good, and which are slower than
+    no drafts. None where jobs are not ranked by speedup, or where no job with drafts has a known
+    speedup and lossless outputs."""
     drafting = [
         each
         for each in group.jobs

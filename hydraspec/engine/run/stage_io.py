@@ -26,7 +26,8 @@ from hydraspec.types import (
 
 
 class StageIO:
-    """Sends and receives for one engine's steps; shapes follow from each step's plan."""
+    """Transfers between the pipeline stages of one engine: hidden and aux states to the next stage,
+    results and drafts from the last one to the others. Shapes follow from each step's plan."""
 
     def __init__(
         self,

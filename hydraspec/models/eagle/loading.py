@@ -136,7 +136,8 @@ def _check_target(
 
 
 def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where: str) -> None:
-    """Embedding and output projection: the checkpoint's own if it has them, else the target's."""
+    """Set the head's embedding and output projection: the checkpoint's own if it has them, else the
+    target's. An embedding of another width is the head's own too."""
     size, place = head.shape.hidden_size, target_place(target)
     lm_head, head.embedding = entries.get("lm_head.weight"), target.table
     if "embed_tokens.weight" in entries or size != target.hidden_size:

@@ -95,7 +95,8 @@ class Together:
     def _outcomes(
         self, engine: NativeEngine | None, own: BaseException | None
     ) -> list[Plain | None]:
-        """Outcomes by rank; None for ranks that send none in time."""
+        """Sends this rank's outcome to all ranks and collects theirs, by rank; None for a rank
+        whose outcome does not come in time."""
         control = self.control
         # An engine is closed or interrupted between two steps: that is no failure.
         stopped = engine is not None and isinstance(own, STOPPED)
@@ -115,7 +116,8 @@ class Together:
         return found
 
     def _differ(self, outcomes: Sequence[Plain | None]) -> bool:
-        """Returns whether a rank sent no outcome, or another error than others of its replica."""
+        """Returns whether a rank sent no outcome, or the ranks of one replica ended differently:
+        with different errors, or only some with an error."""
         size = len(self.control.replica)
         for first in range(0, len(outcomes), size):
             replica = outcomes[first : first + size]

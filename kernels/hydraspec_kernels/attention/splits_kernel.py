@@ -124,8 +124,8 @@ def _add_some(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Computes CHUNK groups of four results of a tile, from the `at`-th on: loads of SPLITS splits
-    are all in flight at once.
+    """Merges the partial results of a tile's `used` splits, weighted by their sums of weights, for
+    CHUNK groups of four outputs from group `at` on. Loads of SPLITS splits are in flight at once.
     """
     four = tl.arange(0, 4)
     flat = at + tl.arange(0, CHUNK)

@@ -110,7 +110,8 @@ def exact_tiling_of(rows: int, k: int, n: int) -> Tiling | None:
 def tiling_of(
     rows: int, k: int, n: int, end: str = "", *, partials: bool = False, copied: bool = True
 ) -> Tiling | SpecializedTiling | None:
-    """The tiling of given sizes, as `tiling_for`; `copied`: a warp-specialised kernel may run."""
+    """The tiling for 16-bit x [rows, k] @ weight [k, n], with the same results as `tiling_for`.
+    `copied` says that device and alignment allow a warp-specialised kernel."""
     if not 0 < rows <= MOST_ROWS:
         return None
     small = 2 * k * n < SMALL_WEIGHT_BYTES

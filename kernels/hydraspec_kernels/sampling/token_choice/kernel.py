@@ -171,7 +171,7 @@ def race(weights, key, ids, FIRST: tl.constexpr = 0):
 
 @triton.jit
 def finite(x):
-    """Numbers in float32 without NaN and infinity, which become the largest number; -inf stays."""
+    """x in float32, with NaN and +inf replaced by the largest number; -inf is kept."""
     x = x.to(tl.float32)
     return tl.where(x < LARGEST, x, LARGEST)
 
