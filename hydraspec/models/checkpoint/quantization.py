@@ -1,0 +1,122 @@
+"""Schemes of quantised matrices: how a checkpoint stores them, and how to write and read one.
+
+A matrix W [N, K] is stored as narrow numbers and scales; numbers of one block share a scale, and
+W = number * scale. Formats: compressed-tensors (float-quantized, pack-quantized), transformers' fp8,
+and Mistral's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+INT4_RANGE = (-8, 7)
+PER_INT32 = 8  # four-bit numbers in an element of a packed tensor, the first in the lowest bits
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Scheme:
+    """How a module's matrix is stored, and how the rows that it multiplies are rounded."""
+
+    kind: Literal["fp8", "int4"]  # e4m3 numbers; or integers from -8 to 7, eight in an int32
+    rows: int | None  # outputs that share a scale; None: all
+    columns: int | None  # inputs that share a scale; None: all
+    # How rows are rounded to e4m3: not at all; with a scale for each row, for every `group` numbers
+    # of a row, or with the one scale that the checkpoint gives.
+    inputs: Literal["float", "token", "group", "static"]
+    group: int | None = None
+    scale: str = "weight_scale"  # the tensors' names, after the module's
+    input_scale: str | None = None  # where inputs are static
+
+    @property
+    def data(self) -> str:
+        """Name of the tensor of numbers, after the module's."""
+        return "weight" if self.kind == "fp8" else "weight_packed"
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Number of scales along both dimensions of a matrix [rows, columns]."""
+        return (
+            1 if self.rows is None else -(-rows // self.rows),
+            1 if self.columns is None else -(-columns // self.columns),
+        )
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of a matrix [rows, columns], by their names after the module's. A
+        single scale has one element and any number of dimensions.
+        """
+        found: dict[str, tuple[int, ...]] = {self.data: (rows, columns)}
+        if self.kind == "int4":
+            found = {self.data: (rows, -(-columns // PER_INT32)), "weight_shape": (2,)}
+        found[self.scale] = self.grid(rows, columns)
+        if self.input_scale is not None:
+            found[self.input_scale] = (1,)
+        return found
+
+
+def encode(
+    weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The tensors of a matrix [N, K] in float by their names after the module's, without a static
+    scale of inputs. Scales are the largest magnitude of a block by 448, or by 7.5 for int4, as
+    compressed-tensors takes them; they are rounded to scale_dtype before the numbers are.
+    """
+    wide = weight.float()
+    largest = 448.0 if scheme.kind == "fp8" else 7.5
+    n, k = wide.shape
+    blocks = scheme.grid(n, k)
+    rows, columns = scheme.rows or n, scheme.columns or k
+    padded = wide.new_zeros(blocks[0] * rows, blocks[1] * columns)
+    padded[:n, :k] = wide
+    top = padded.view(blocks[0], rows, blocks[1], columns).abs().amax((1, 3))
+    scales = (top / largest).to(scale_dtype)
+    scales = torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales)
+    numbers = wide / spread(scales, scheme, n, k)
+    if scheme.kind == "fp8":
+        return {"weight": numbers.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scheme.scale: scales}
+    whole = numbers.round().clamp(*INT4_RANGE).to(torch.int32)
+    return {
+        "weight_packed": packed(whole),
+        scheme.scale: scales,
+        "weight_shape": torch.tensor([n, k], dtype=torch.int64),
+    }
+
+
+def decode(tensors: Mapping[str, Tensor], scheme: Scheme, columns: int) -> Tensor:
+    """The matrix [N, columns] in float32 of a module's tensors by their names after its own."""
+    data = tensors[scheme.data]
+    numbers = data.float() if scheme.kind == "fp8" else unpacked(data, columns).float()
+    return numbers * spread(tensors[scheme.scale], scheme, *numbers.shape)
+
+
+def spread(scales: Tensor, scheme: Scheme, rows: int, columns: int) -> Tensor:
+    """The scale of every number of a matrix [rows, columns], in float32, from a checkpoint's
+    scales."""
+    found = scales.float().reshape(scheme.grid(rows, columns))
+    if scheme.rows is not None:
+        found = found.repeat_interleave(scheme.rows, 0)[:rows]
+    if scheme.columns is not None:
+        found = found.repeat_interleave(scheme.columns, 1)[:, :columns]
+    return found.expand(rows, columns)
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Integers [N, K] from -8 to 7 as int32 [N, K / 8], padded with zeros."""
+    n, k = numbers.shape
+    padded = numbers.new_zeros(n, -(-k // PER_INT32) * PER_INT32, dtype=torch.int64)
+    padded[:, :k] = numbers - INT4_RANGE[0]
+    shifts = torch.arange(0, 32, 4, device=numbers.device)
+    whole = (padded.view(n, -1, PER_INT32) << shifts).sum(-1)
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
+
+
+def unpacked(data: Tensor, columns: int) -> Tensor:
+    """Integers [..., columns] from -8 to 7 as int8, of an int32 tensor [..., columns / 8]."""
+    shifts = torch.arange(0, 32, 4, device=data.device, dtype=torch.int32)
+    numbers = (data[..., None] >> shifts).bitwise_and(15).to(torch.int8) + INT4_RANGE[0]
+    return numbers.flatten(-2)[..., :columns]
