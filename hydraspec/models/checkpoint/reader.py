@@ -7,6 +7,7 @@ The module knows the Hugging Face folder layout and Mistral's, and nothing about
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.checkpoint.hub import download
+from hydraspec.models.checkpoint.quantization_config import found_formats
 from hydraspec.models.parts import Part, Weight, held
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
@@ -61,6 +63,13 @@ class Checkpoint:
         if mistral_names.is_consolidated(found):
             return _from_consolidated(found, self.config)
         return found
+
+    @property
+    def is_quantised(self) -> bool:
+        """Returns whether the config names number formats of matrices. All weights may be float all
+        the same, and the formats unknown: see `schemes_of` and `read_schemes`.
+        """
+        return found_formats(self.config, str(self.folder)) is not None
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Ids under a key of generation_config.json, else of config.json; those outside the
@@ -124,10 +133,8 @@ def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
     )
 
 
-def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
-    """Resolves the folder and reads its json files; tensors stay unread. Raises CheckpointError,
-    also for quantisation settings unless `is_draft`.
-    """
+def open_checkpoint(checkpoint: str) -> Checkpoint:
+    """Resolves the folder and reads its json files; tensors stay unread. Raises CheckpointError."""
     folder = resolve_folder(checkpoint)
     if (folder / "config.json").is_file():
         config = _read_config(folder / "config.json")
@@ -138,14 +145,6 @@ def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
             f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
             "save_pretrained or a Hugging Face download wrote (or Mistral's, with params.json)"
         )
-    for part in () if is_draft else (config, config.get("text_config") or {}):
-        if isinstance(part, dict) and part.get("quantization_config"):
-            kind = part["quantization_config"]
-            method = kind.get("quant_method") if isinstance(kind, dict) else kind
-            raise CheckpointError(
-                f"checkpoint {str(folder)!r} is quantised (quantization_config, method "
-                f"{method!r}); expected float weights: use the unquantised release"
-            )
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
 
@@ -347,6 +346,7 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     without copies and with one wait for the device.
     """
     floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
+    floats = {k: t for k, t in floats.items() if t.dtype.itemsize > 1}  # e4m3: no such operators
     flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
     if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
         return
@@ -357,6 +357,13 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         "weights: convert or download it again"
         + (", or run it with target.dtype=bfloat16 or float32" if in_half else "")
     )
+
+
+def _readable(dtype: torch.dtype) -> tuple[str, ...]:
+    """The format's names of the types that are read into a tensor of this type."""
+    if dtype is torch.float8_e4m3fn:
+        return ("F8_E4M3",)
+    return _FLOATS if dtype.is_floating_point else _INTEGERS
 
 
 def _check_entries(
@@ -371,10 +378,9 @@ def _check_entries(
     quantised = []
     for name in sorted(wanted.keys() & entries.keys()):
         entry, shape = entries[name], tuple(wanted[name].shape)
-        allowed = _FLOATS if held(wanted[name]).is_floating_point() else _INTEGERS
-        if entry.dtype not in allowed:
+        if entry.dtype not in _readable(held(wanted[name]).dtype):
             quantised.append(f"{name} ({entry.dtype})")
-        elif entry.shape != shape:
+        elif entry.shape != shape and not math.prod(entry.shape) == math.prod(shape) == 1:
             misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
     if quantised:
         raise CheckpointError(
