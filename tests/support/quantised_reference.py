@@ -118,20 +118,30 @@ def expert_sums(
     return found
 
 
-def write_deepseek(folder: Path, model: PreTrainedModel, block: tuple[int, int]) -> Quantised:
-    """A DeepSeek-V3 as released: all projections in FP8 blocks, experts one by one."""
-    rows, columns = block
+def write_transformers_fp8(
+    folder: Path,
+    model: PreTrainedModel,
+    block: tuple[int, int] | None,
+    input_scales: dict[str, float] | None = None,
+) -> Quantised:
+    """A model in transformers' own FP8, as Qwen3 and DeepSeek-V3 (experts one by one) are released:
+    every projection in blocks, or with one scale; inputs rounded per block's width, per token or
+    statically."""
+    rows, columns = block or (None, None)
+    inputs: Any = "static" if input_scales else "group" if block else "token"
     scheme = Scheme(
         kind="fp8",
         rows=rows,
         columns=columns,
-        inputs="group",
-        group=columns,
+        inputs=inputs,
+        group=columns if inputs == "group" else None,
         scale="weight_scale_inv",
+        input_scale="activation_scale" if input_scales else None,
     )
-    found = _saved(folder, model, scheme)
-    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    write(folder, found.tensors, config | {"weight_block_size": [rows, columns]})
+    found = _saved(folder, model, scheme, input_scales)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block and list(block)}
+    scheme_of_inputs = "static" if input_scales else "dynamic"
+    write(folder, found.tensors, config | {"activation_scheme": scheme_of_inputs})
     return found
 
 
@@ -201,7 +211,9 @@ def _saved(
     """Saves a model and quantises every projection in its file."""
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    modules = tuple(name[: -len(".weight")] for name in tensors if re.search(r"_proj\b|_mqa", name))
+    modules = tuple(
+        n.removesuffix(".weight") for n in tensors if re.search(r"_(proj|mqa).weight$", n)
+    )
     return quantised_tensors(tensors, modules, scheme, input_scales=input_scales)
 
 
