@@ -125,6 +125,11 @@ class Weights:
         for prefix, part in self.parts():
             yield from ((prefix + name, matrix) for name, matrix in part.matrices())
 
+    def unpack(self) -> None:
+        """Turns quantised matrices into float ones, whose rows are not rounded."""
+        for _, part in self.matrices():
+            part.unpack()
+
     def canonical_name(self, name: str) -> str | None:
         """The model's name of a checkpoint's tensor; None if the model has no such part."""
         return name
