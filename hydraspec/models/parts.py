@@ -92,7 +92,7 @@ class Weights:
         names: attribute -> what the checkpoint puts before the names of this part's weights, or a
             tensor's whole name. Lists are numbered ("layers." -> "layers.0."); an attribute that is
             None has no weights.
-        quantization: of a whole model, how its quantised matrices are stored, by their kind, such as
+        quantization: of a whole model, how its quantised matrices are stored, by kind, such as
             "q_proj"; None: all are in float.
     """
 
