@@ -28,9 +28,9 @@ from quantised_folders import (
 )
 from quantised_reference import (
     plain_reference,
+    to_transformers_fp8,
     write_expert_channels,
     write_mistral,
-    write_transformers_fp8,
 )
 from target_families import FAMILIES, assert_near, logits_in_chunks, prompts_of
 from transformers import PreTrainedModel
@@ -144,7 +144,8 @@ def test_transformers_own_fp8(
     """Blocks that do not divide the matrices, and one scale for all; scales of inputs likewise."""
     model = FAMILIES[family].make(FAMILIES[family].random_config(4), 4)
     scales = calibrated(model, prompts_of(4)) if inputs == "static" else None
-    quantised = write_transformers_fp8(tmp_path, model, block, scales)
+    model.save_pretrained(tmp_path)
+    quantised = to_transformers_fp8(tmp_path, block, scales)
     assert_parity(tmp_path, plain_reference(model, quantised), 4)
 
 
@@ -155,7 +156,8 @@ def test_deepseek_in_blocks(seed: int, tmp_path: Path) -> None:
     """The matrix that attention absorbs is dequantised, and its rows are not rounded."""
     model = FAMILIES["deepseek_v3"].make(FAMILIES["deepseek_v3"].random_config(seed), seed)
     block = [(16, 16), (128, 128), (8, 12)][seed % 3]
-    quantised = write_transformers_fp8(tmp_path, model, block)
+    model.save_pretrained(tmp_path)
+    quantised = to_transformers_fp8(tmp_path, block)
     oracle = plain_reference(model, quantised, float_rows=("kv_b_proj",))
     oracle.set_experts_implementation("eager")
     assert_parity(tmp_path, oracle, seed)
