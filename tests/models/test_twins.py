@@ -114,6 +114,8 @@ def test_configs_name_the_format() -> None:
     assert said["tiny_mistral_fp8"]["quantization"]["qscheme_act"] == "TENSOR"
     quantised = {n: c["quantization_config"] for n, c in said.items() if "mistral" not in n}
     assert quantised["tiny_qwen3_fp8"]["weight_block_size"] == [32, 32]
+    listed = quantised["tiny_deepseek_fp8"]["modules_to_not_convert"]
+    assert {"lm_head", "model.layers.11.mlp.gate", "model.layers.12.eh_proj"} <= set(listed)
     assert quantised["tiny_gemma4_w4a16"]["format"] == "pack-quantized"
     for name, method in quantised.items():
         group = method.get("config_groups", {}).get("group_0")

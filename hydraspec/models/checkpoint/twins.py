@@ -142,7 +142,7 @@ TWINS = {
     "tiny_gemma4_w4a16": Twin("tiny_gemma4", w4a16(16)),
     "tiny_gemma4_moe_fp8": Twin("tiny_gemma4_moe", FP8_DYNAMIC),
     "tiny_qwen3_fp8": Twin("tiny_qwen3", fp8_blocks(32, 32)),  # 32 does not divide 80
-    "tiny_deepseek_fp8": Twin("tiny_deepseek", fp8_blocks(4, 4)),
+    "tiny_deepseek_fp8": Twin("tiny_deepseek", fp8_blocks(32, 4)),
     "tiny_mistral_fp8": Twin("tiny_mistral", MISTRAL),
     "tiny_mistral_fp8-eagle": Twin("tiny_mistral-eagle", MISTRAL),
 }
@@ -201,10 +201,13 @@ def write_twin(name: str, folder: Path) -> None:
             shutil.copy(file, folder)
     scales = json.loads(INPUT_SCALES.read_text(encoding="utf-8")).get(TWINS[name].of, {})
     found: dict[str, Tensor] = {}
+    left: list[str] = []
     for tensor_name, tensor in _float_tensors(source, form).items():
         module, _, kind = tensor_name.rpartition(".")
-        if kind != "weight" or tensor.dim() != 2 or re.search(form.floats, module):
+        is_matrix = kind == "weight" and tensor.dim() == 2
+        if not is_matrix or re.search(form.floats, module):
             found[tensor_name] = tensor
+            left += [module] if is_matrix else []
         else:
             parts = _encoded(tensor, form, scales.get(module))
             found |= {f"{module}.{part}": value for part, value in parts.items()}
@@ -212,7 +215,10 @@ def write_twin(name: str, folder: Path) -> None:
     if form.is_native:
         config_file, key, tensor_file = "params.json", "quantization", "consolidated.safetensors"
         found = {mistral_names.consolidated_name(n): tensor for n, tensor in found.items()}
-    config = _config(source, form) | {key: dict(form.config)}
+    settings = dict(form.config)
+    if settings.get("quant_method") == "fp8":
+        settings["modules_to_not_convert"] = sorted(left)
+    config = _config(source, form) | {key: settings}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / config_file).write_text(text, encoding="utf-8")
     save_file({n: tensor.contiguous() for n, tensor in found.items()}, folder / tensor_file)
