@@ -103,6 +103,7 @@ class Completion:
     # Intervals between arrivals of tokens, one step's tokens at once; empty where unknown.
     inter_token_ms: list[float] = field(default_factory=list)
     spans: tuple[Span, ...] = ()  # of prompt_token_ids
+    ended_by_token: bool = True  # where the reason is "stop": a stop token, not only a stop string
 
     @property
     def prompt(self) -> Prompt:

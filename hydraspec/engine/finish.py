@@ -32,6 +32,7 @@ class OfferedRequest:
     inter_token_ms: list[float] = field(default_factory=list)
     text: str | None = None  # set when a stop string cut it
     finish_reason: str | None = None
+    ended_by_token: bool = True  # where the reason is "stop"
     error: str | None = None
 
     @classmethod
@@ -111,6 +112,7 @@ class FinishCheck:
             is_stopped = bool(sampling.stop) and self._stop_string(sequence)  # also cuts the text
             if is_stopped or token in ends:
                 sequence.finish_reason = "stop"
+                sequence.ended_by_token = token in ends
             elif (
                 sequence.num_tokens - sequence.num_prompt >= sampling.max_tokens
                 or sequence.num_tokens >= self._max_model_len
@@ -184,4 +186,5 @@ class FinishCheck:
             queue_ms=None if slot is None else (slot - offered) * 1e3,
             inter_token_ms=sequence.inter_token_ms,
             spans=sequence.request.spans,
+            ended_by_token=sequence.ended_by_token,
         )

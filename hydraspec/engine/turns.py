@@ -80,7 +80,8 @@ def followed_prompt(before: Completion, new: Prompt) -> Prompt:
     tokens. A stop token that ended the answer, and with which `new` begins, appears once."""
     ids = list(new.token_ids)
     is_text = not new.spans or new.spans[0].start > 0
-    if is_text and before.finish_reason == "stop" and before.output_token_ids[-1:] == ids[:1]:
+    is_ended = before.finish_reason == "stop" and before.ended_by_token
+    if is_text and is_ended and before.output_token_ids[-1:] == ids[:1]:
         del ids[0]
     text = [*before.prompt_token_ids, *before.output_token_ids, *ids]
     offset = len(text) - len(new.token_ids)

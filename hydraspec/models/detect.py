@@ -41,11 +41,11 @@ class Detected:
 def open_draft(checkpoint: str) -> Checkpoint:
     """Reads a drafter's json files, and no tensors: config.json, or Mistral's params.json.
 
-    Quantisation settings are ignored: drafters often carry their target's, while their own weights
-    are float. Tensors that are in fact quantised are refused as they are read. Raises
+    A drafter's number formats are those of its own config, whatever its target has; where all its
+    weights are float, a quantization_config copied from the target counts for nothing. Raises
     CheckpointError.
     """
-    return open_checkpoint(checkpoint, is_draft=True)
+    return open_checkpoint(checkpoint)
 
 
 def detect(opened: Checkpoint) -> Detected | None:

@@ -45,6 +45,7 @@ def test_a_stop_string_is_found_where_the_whole_text_first_holds_it(seed: int) -
         place += len(step)
     assert len(sequence.output_token_ids) == expected
     assert sequence.finish_reason == "stop"
+    assert not sequence.ended_by_token
     text = decode(tokens[:expected])
     assert sequence.text == text[: min(text.find(s) for s in stops if s in text)]
 
@@ -59,6 +60,7 @@ def test_a_stop_string_is_cut_where_its_last_token_ends_the_request_too(ends: st
     check = FinishCheck([2] if ends == "eos" else [], 10_000, decode)
     assert check.append(sequence, [6, 3, 2, 4]) == [6, 3, 2]
     assert sequence.finish_reason == "stop"
+    assert sequence.ended_by_token
     assert check.text(sequence) == "abc"
 
 

@@ -143,8 +143,8 @@ def test_a_stop_token_that_the_turn_begins_with_is_there_once() -> None:
     before = replace(ENDED, prompt_token_ids=[1, 2], output_token_ids=[3, 4])
     assert followed_prompt(before, Prompt([4, 5])) == Prompt([1, 2, 3, 4, 5])
     assert followed_prompt(before, Prompt([5, 4])) == Prompt([1, 2, 3, 4, 5, 4])
-    cut = replace(before, finish_reason="length")
-    assert followed_prompt(cut, Prompt([4, 5])) == Prompt([1, 2, 3, 4, 4, 5])
+    for cut in (replace(before, finish_reason="length"), replace(before, ended_by_token=False)):
+        assert followed_prompt(cut, Prompt([4, 5])) == Prompt([1, 2, 3, 4, 4, 5])
 
 
 def test_the_spans_of_a_turn_follow_those_of_the_turns_before() -> None:

@@ -158,10 +158,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": SHARDS})),
         "lacks model-00001-of-00002.safetensors, which its index lists",
     ),
-    "quantised config": (
-        lambda f: edit_config(f, quantization_config={"quant_method": "fp8"}),
-        "is quantised (quantization_config, method 'fp8')",
-    ),
     "quantised tensor": (quantise, "is quantised: layers.0.mlp.up_proj.weight (F8_E4M3)"),
     "another model": (lambda f: edit_config(f, model_type="gpt2"), "type 'gpt2'; targets are "),
 }

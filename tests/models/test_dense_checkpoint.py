@@ -195,7 +195,7 @@ def test_params_become_a_config() -> None:
     [
         ({"moe": {"num_experts": 8}}, "moe is {'num_experts': 8}; expected a dense"),
         ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
-        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "is quantised"),
+        ({"quantization": {"qformat_weight": "int8"}}, "is 'int8'; expected fp8_e4m3"),
         ({"n_heads": 3}, "num_attention_heads is 3; expected a multiple of the 2 KV heads"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
+from hydraspec.models.checkpoint.config_reader import shown
 
 _PARTS = {
     "attention.wq": "self_attn.q_proj",
@@ -85,8 +86,35 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not yarn.get("apply_scale", True):
             config["rope_scaling"]["attention_factor"] = 1.0
     if params.get("quantization"):
-        config["quantization_config"] = {"quant_method": params["quantization"]}
+        config["quantization_config"] = _quantization(params["quantization"], where)
     return config
+
+
+def _quantization(values: object, where: str) -> dict[str, Any]:
+    """Mistral's FP8, a scale per tensor for weights and for inputs, as compressed-tensors says it.
+    Which matrices are quantised is not said: their scales tell. Raises CheckpointError.
+    """
+    if not isinstance(values, Mapping):
+        values = {"qformat_weight": values}
+    for key, allowed in (
+        ("qformat_weight", ("fp8_e4m3",)),
+        ("qscheme_act", ("TENSOR", "NO_SCALES", None)),  # the inputs' scale: stored, or computed
+    ):
+        if values.get(key) not in allowed:
+            raise CheckpointError(
+                f"params.json of {where!r}: quantization.{key} is {shown(values.get(key))}; "
+                f"expected {' or '.join(each for each in allowed if each)}: give the Hugging Face "
+                "files of this release if it has them, or a release in bfloat16"
+            )
+    numbers = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    is_dynamic = values.get("qscheme_act") == "NO_SCALES"
+    group = {"targets": ["Linear"], "weights": numbers}
+    group["input_activations"] = numbers | {"dynamic": is_dynamic}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
 
 
 def _refuse_uncomputed(params: Mapping[str, Any], where: str) -> None:

@@ -1,8 +1,8 @@
 """Schemes of quantised matrices: how a checkpoint stores them, and how to write and read one.
 
 A matrix W [N, K] is stored as narrow numbers and scales; numbers of one block share a scale, and
-W = number * scale. Formats: compressed-tensors (float-quantized, pack-quantized), transformers' fp8,
-and Mistral's own.
+W = number * scale. Formats: compressed-tensors' float-quantized and pack-quantized, transformers'
+fp8, and Mistral's own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ class Scheme:
     group: int | None = None
     scale: str = "weight_scale"  # the tensors' names, after the module's
     input_scale: str | None = None  # where inputs are static
+    stacked: bool = False  # matrices of all experts [E, N, K] in one tensor
 
     @property
     def data(self) -> str:
         """Name of the tensor of numbers, after the module's."""
         return "weight" if self.kind == "fp8" else "weight_packed"
+
+    def name(self, module: str, part: str) -> str:
+        """Name of a module's tensor in the file: of `data`, `scale` or another part."""
+        return tensor_name(module, part, stacked=self.stacked)
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Number of scales along both dimensions of a matrix [rows, columns]."""
@@ -46,17 +51,37 @@ class Scheme:
             1 if self.columns is None else -(-columns // self.columns),
         )
 
-    def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of a matrix [rows, columns], by their names after the module's. A
-        single scale has one element and any number of dimensions.
+    def shapes(
+        self, rows: int, columns: int, experts: int | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of a matrix [rows, columns], or of a stack of them, by their names
+        after the module's. A single scale has one element and any number of dimensions.
         """
         found: dict[str, tuple[int, ...]] = {self.data: (rows, columns)}
         if self.kind == "int4":
             found = {self.data: (rows, -(-columns // PER_INT32)), "weight_shape": (2,)}
         found[self.scale] = self.grid(rows, columns)
         if self.input_scale is not None:
-            found[self.input_scale] = (1,)
-        return found
+            found[self.input_scale] = (1,) if experts is None else ()
+        return found if experts is None else {k: (experts, *v) for k, v in found.items()}
+
+    def __str__(self) -> str:
+        """A short text for reports, such as "fp8 128x128, inputs per 128"."""
+        if self.columns is not None:
+            block = f"{self.rows}x{self.columns}" if self.rows != 1 else f"group {self.columns}"
+        else:
+            block = {None: "per tensor", 1: "per channel"}.get(self.rows, f"per {self.rows} rows")
+        inputs = {"token": "per token", "group": f"per {self.group}", "static": "static"}
+        rounded = f", inputs {inputs[self.inputs]}" if self.inputs in inputs else ""
+        return f"{self.kind} {block}{rounded}"
+
+
+def tensor_name(module: str, part: str, *, stacked: bool = False) -> str:
+    """Name of a tensor in the file: "<module>.weight_scale_inv"; of a stack of experts, whose
+    module is the tensor of numbers, "<module>" and "<module>_scale_inv"."""
+    if not stacked:
+        return f"{module}.{part}"
+    return module if part == "weight" else f"{module}_{part.removeprefix('weight_')}"
 
 
 def encode(

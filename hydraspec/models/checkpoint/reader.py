@@ -21,6 +21,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.checkpoint.hub import download
+from hydraspec.models.checkpoint.quantization_config import found_formats
 from hydraspec.models.checkpoint.twins import TWINS, twin_folder
 from hydraspec.models.parts import Part, Weight, held
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
@@ -62,6 +63,13 @@ class Checkpoint:
         if mistral_names.is_consolidated(found):
             return _from_consolidated(found, self.config)
         return found
+
+    @property
+    def is_quantised(self) -> bool:
+        """Returns whether the config names number formats of matrices. All weights may be float all
+        the same, and the formats unknown: see `schemes_of` and `read_schemes`.
+        """
+        return found_formats(self.config, str(self.folder)) is not None
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Ids under a key of generation_config.json, else of config.json; those outside the
@@ -128,10 +136,8 @@ def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
     )
 
 
-def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
-    """Resolves the folder and reads its json files; tensors stay unread. Raises CheckpointError,
-    also for quantisation settings unless `is_draft`.
-    """
+def open_checkpoint(checkpoint: str) -> Checkpoint:
+    """Resolves the folder and reads its json files; tensors stay unread. Raises CheckpointError."""
     folder = resolve_folder(checkpoint)
     if (folder / "config.json").is_file():
         config = _read_config(folder / "config.json")
@@ -142,14 +148,6 @@ def open_checkpoint(checkpoint: str, *, is_draft: bool = False) -> Checkpoint:
             f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
             "save_pretrained or a Hugging Face download wrote (or Mistral's, with params.json)"
         )
-    for part in () if is_draft else (config, config.get("text_config") or {}):
-        if isinstance(part, dict) and part.get("quantization_config"):
-            kind = part["quantization_config"]
-            method = kind.get("quant_method") if isinstance(kind, dict) else kind
-            raise CheckpointError(
-                f"checkpoint {str(folder)!r} is quantised (quantization_config, method "
-                f"{method!r}); expected float weights: use the unquantised release"
-            )
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
 
