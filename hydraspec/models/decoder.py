@@ -72,7 +72,7 @@ class Decoder(Weights):
         config = cls.read_config(checkpoint.config, where)
         config.divided.check(group.size, where)
         with torch.no_grad():
-            model = cls(config, Place(dtype, device, group, stage))
+            model = cls(config, Place(dtype, device, group, stage, checkpoint.is_quantised))
             if weights != EMPTY:
                 model.fill(checkpoint, weights=weights, seed=seed)
         return model

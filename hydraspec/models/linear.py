@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 
 import torch
+from hydraspec_kernels.activation import gated_activation
 from hydraspec_kernels.linear import (
     Activation,
     gated_linear,
@@ -19,10 +20,13 @@ from hydraspec_kernels.linear import (
     scaled_gelu_linear,
 )
 from torch import Tensor
+from torch.nn.functional import gelu
 from torch.nn.functional import linear as library_linear
 
+from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.models.parts import Part, Share, Tensors, Weights, divided, undivided
 from hydraspec.models.place import Place
+from hydraspec.models.quantised import Projection, Slab
 from hydraspec.parallel.vocabulary import Vocabulary
 
 
@@ -33,8 +37,9 @@ class Linear(Weights):
     (`inputs`): the ranks' outputs then add up to y, and the first rank alone adds the bias.
 
     Attributes:
-        weight: [k, n] of this rank; see `Place.matrix` for its memory.
-        scales: factors of a quantised weight; None: the weight is in a floating-point type.
+        weight: [k, n] of this rank; see `Place.matrix` for its memory. Without memory where the map
+            is quantised.
+        slab: the quantised matrix; None: the weight is in a floating-point type.
         bias: [n] of this rank, or None.
     """
 
@@ -47,6 +52,7 @@ class Linear(Weights):
         bias: bool = False,
         dtype: torch.dtype | None = None,
         as_stored: bool = False,
+        unpacked: bool = False,
     ) -> None:
         """Builds empty weights.
 
@@ -55,17 +61,66 @@ class Linear(Weights):
                 without ".weight"; a number is a dimension that ranks do not divide.
             dtype: the type of the weight; None: the place's.
             as_stored: keep the checkpoint's order [n, k] in memory on every device.
+            unpacked: a quantised weight becomes one in float once it is read: something else than
+                a product reads it.
         """
+        self.place, self.dtype = place, dtype
+        self.as_stored, self.unpacked = as_stored, unpacked
         self.inputs = undivided(inputs)
         self.outputs = {name: undivided(share) for name, share in outputs.items()}
-        columns = sum(share.count for share in self.outputs.values())
-        if as_stored:
-            self.weight = place.empty(columns, self.inputs.count, dtype=dtype).t()
-        else:
-            self.weight = place.matrix(self.inputs.count, columns, dtype=dtype)
-        self.scales: Tensor | None = None
-        self.bias = place.empty(columns, dtype=dtype) if bias else None
+        self.weight = self._empty(place.of_matrices)
+        self.slab: Slab | None = None
+        self.bias = place.empty(self.weight.shape[1], dtype=dtype) if bias else None
         self._adds_bias = not self.inputs.is_part or place.group.rank == 0
+
+    def _empty(self, place: Place) -> Tensor:
+        """Uninitialised memory of the weight [k, n]."""
+        columns = sum(share.count for share in self.outputs.values())
+        if self.as_stored:
+            return place.empty(columns, self.inputs.count, dtype=self.dtype).t()
+        return place.matrix(self.inputs.count, columns, dtype=self.dtype)
+
+    def matrices(self) -> Iterator[tuple[str, Linear]]:
+        """Yields this map."""
+        yield "", self
+
+    @property
+    def projection_names(self) -> list[str]:
+        """Names of the modules in a checkpoint that this map holds."""
+        return list(self.outputs)
+
+    def projections(self) -> Iterator[Projection]:
+        """Yields the quantised projections."""
+        if self.slab is not None:
+            yield from self.slab.projections()
+
+    def allocate(self, schemes: Mapping[str, Scheme]) -> None:
+        """Makes the memory of a map of a quantised checkpoint, from the schemes of its projections,
+        by their names; those without one are in float."""
+        if not schemes:
+            self.weight = self._empty(self.place)
+            return
+        self.slab = Slab.of(
+            self.inputs,
+            self.outputs,
+            {name: schemes.get(name) for name in self.outputs},
+            group=self.place.group,
+            dtype=self.dtype or self.place.dtype,
+            device=self.place.device,
+        )
+
+    def finish_quantised(self, where: str, prefix: str) -> None:
+        """Collects scales; call once after a quantised checkpoint's weights are filled. Raises
+        CheckpointError, which names the checkpoint and the tensor, for values that cannot be."""
+        if self.slab is None or self.place.device.type == "meta":
+            return
+        for each in self.projections():
+            each.check(where, prefix)
+        self.slab.finish()
+        if self.unpacked:
+            self.weight = self._empty(self.place)
+            self.weight.copy_(self.slab.decoded(self.weight.dtype).t())
+            self.slab = None
 
     def slices(self) -> Iterator[tuple[str, Share, slice]]:
         """Yields each projection of the slab: its name, its share of outputs, its columns."""
@@ -76,44 +131,57 @@ class Linear(Weights):
 
     def tensors(self) -> Tensors:
         """Weights and biases by their names in the checkpoint, in its layout [n, k]."""
-        found: Tensors = {}
+        found: Tensors = {} if self.slab is None else self.slab.tensors()
         for name, share, columns in self.slices():
-            rows = self.weight[:, columns].t()
-            if self.inputs.is_part:
-                found[f"{name}.weight"] = Part(rows, 1, self.inputs)
-            else:
-                found[f"{name}.weight"] = divided(rows, 0, share)
+            if self.slab is None:
+                rows = self.weight[:, columns].t()
+                if self.inputs.is_part:
+                    found[f"{name}.weight"] = Part(rows, 1, self.inputs)
+                else:
+                    found[f"{name}.weight"] = divided(rows, 0, share)
             if self.bias is not None:
                 found[f"{name}.bias"] = divided(self.bias[columns], 0, share)
         return found
 
     def forward(self, x: Tensor) -> Tensor:
         """Output [T, n] for x [T, k]; a rank's addend where ranks divide the inputs."""
-        return linear(x, self.weight, self.bias if self._adds_bias else None)
+        bias = self.bias if self._adds_bias else None
+        if self.slab is None:
+            return linear(x, self.weight, bias)
+        y = self.slab.product(x)
+        return y if bias is None else y.add_(bias)
 
     def partial_sums(self, x: Tensor) -> Tensor:
         """Output [T, n] for x [T, k], or its partial sums [S, T, n], which the next kernel adds."""
-        if self.bias is not None:
+        if self.bias is not None or self.slab is not None:
             return self.forward(x)
         return linear_partials(x, self.weight)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Product act(gate(x)) * up(x) [T, n / 2] for x [T, k]; the slab holds gate and up."""
+        if self.slab is not None:
+            return gated_activation(self.forward(x), activation)
         return gated_linear(x, self.weight, self.bias, activation=activation)
 
     def gelu_times(self, x: Tensor, factor: Tensor) -> Tensor:
         """Product gelu(x W) * factor [T, n] for x [T, k] and factor [T, n]; without a bias."""
+        if self.slab is not None:
+            return gelu(self.forward(x), approximate="tanh").mul_(factor)
         return scaled_gelu_linear(x, self.weight, factor)
 
     def by_library(self, x: Tensor, first: int = 0) -> Tensor:
         """Columns `first` and later of `forward`, by the library's product: for float32, and for
         columns that decoding never takes alone, so that no kernel is compiled for them."""
         bias = None if self.bias is None else self.bias[first:]
+        if self.slab is not None:
+            y = self.slab.product(x, first)
+            return y if bias is None else y.add_(bias)
         return library_linear(x, self.weight[:, first:].t(), bias)
 
     def with_weight(self, weight: Tensor) -> Linear:
         """A map with another weight of the same shape; it shares all else."""
         assert weight.shape == self.weight.shape
+        assert self.slab is None
         found = copy(self)
         found.weight = weight
         return found
@@ -121,14 +189,27 @@ class Linear(Weights):
     def reordered(self, name: str, reorder: Callable[[Tensor], Tensor]) -> Linear:
         """A map in which the rows [n, ...] of projection `name`, of its weight and of its bias as
         the checkpoint has them, are replaced by `reorder` of them."""
-        found = self.with_weight(self.weight.clone())
+        found = copy(self)
         found.bias = None if self.bias is None else self.bias.clone()
-        for each, _, columns in self.slices():
-            if each == name:
-                rows = self.weight[:, columns].t().contiguous()
-                found.weight[:, columns] = reorder(rows).t()
-                if found.bias is not None:
-                    found.bias[columns] = reorder(found.bias[columns])
+        columns = next(columns for each, _, columns in self.slices() if each == name)
+        if found.bias is not None:
+            found.bias[columns] = reorder(found.bias[columns])
+        if self.slab is not None:
+            found.slab = self.slab.reordered(columns, reorder)
+        else:
+            found.weight = self.weight.clone()
+            rows = self.weight[:, columns].t().contiguous()
+            found.weight[:, columns] = reorder(rows).t()
+        return found
+
+    def in_float(self) -> Linear:
+        """The same map with its weight in float and rows that are not rounded; itself if it is not
+        quantised."""
+        if self.slab is None:
+            return self
+        found = copy(self)
+        found.slab, found.weight = None, self._empty(self.place)
+        found.weight.copy_(self.slab.decoded(found.weight.dtype).t())
         return found
 
     def swapped(self) -> Linear:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +92,12 @@ class Weights:
         names: attribute -> what the checkpoint puts before the names of this part's weights, or a
             tensor's whole name. Lists are numbered ("layers." -> "layers.0."); an attribute that is
             None has no weights.
+        quantization: of a whole model, how its quantised matrices are stored, by their kind, such as
+            "q_proj"; None: all are in float.
     """
 
     names: Mapping[str, str] = {}
+    quantization: Mapping[str, str] | None = None
 
     def tensors(self) -> Tensors:
         """Weights by their names in the checkpoint below this part, in the checkpoint's layout."""
@@ -102,12 +106,24 @@ class Weights:
             part = getattr(self, attribute)
             if isinstance(part, Tensor):
                 found[name] = part
-            elif isinstance(part, list):
-                for i, each in enumerate(part):
-                    found |= prefixed(f"{name}{i}.", each.tensors())
-            elif part is not None:
-                found |= prefixed(name, part.tensors())
+        for prefix, part in self.parts():
+            found |= prefixed(prefix, part.tensors())
         return found
+
+    def parts(self) -> Iterator[tuple[str, Weights]]:
+        """Yields the parts that have weights, each with what stands before their names."""
+        for attribute, name in self.names.items():
+            part = getattr(self, attribute)
+            if isinstance(part, list):
+                yield from ((f"{name}{i}.", each) for i, each in enumerate(part))
+            elif part is not None and not isinstance(part, Tensor):
+                yield name, part
+
+    def matrices(self) -> Iterator[tuple[str, Any]]:
+        """Yields every part that a checkpoint may hold quantised (linear maps, routed experts) with
+        what stands before its names."""
+        for prefix, part in self.parts():
+            yield from ((prefix + name, matrix) for name, matrix in part.matrices())
 
     def canonical_name(self, name: str) -> str | None:
         """The model's name of a checkpoint's tensor; None if the model has no such part."""

@@ -21,6 +21,7 @@ class Place:
     device: torch.device
     group: TensorGroup = SOLO
     stage: Stage = WHOLE
+    is_quantised: bool = False  # linear maps get their memory once their schemes are known
 
     def if_held(self, is_held: bool) -> Place:
         """This place if its stage holds the weights; otherwise a place without memory, where
@@ -60,6 +61,11 @@ class Place:
     def frequencies(self, theta: Tensor) -> Frequencies:
         """Rotary frequencies of a whole head from theta [H/2], in the wide type."""
         return mirrored(theta.to(self.device, self.wide))
+
+    @property
+    def of_matrices(self) -> Place:
+        """The place where linear maps are built: without memory where it waits for a scheme."""
+        return self.if_held(not self.is_quantised)
 
     def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty matrix [..., k, n] for rows to be multiplied with.

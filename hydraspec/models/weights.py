@@ -4,30 +4,108 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from hydraspec.errors import ConfigurationError
-from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
+from hydraspec.errors import CheckpointError, ConfigurationError
+from hydraspec.models.checkpoint.quantization import Scheme
+from hydraspec.models.checkpoint.quantization_config import read_schemes
+from hydraspec.models.checkpoint.quantized_tensors import describe, schemes_of
+from hydraspec.models.checkpoint.reader import Checkpoint, listed, load_tensors
 from hydraspec.models.moe import one_by_one
 from hydraspec.models.parts import Part, Tensors, Weight, Weights, held
 
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FILE_PREFIXES = ("model.", "model.language_model.", "")  # before the names of a model in files
 EMPTY = "empty"  # for a model that only lends names and shapes, on torch's meta device
 
 
 def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
     """Fills every tensor of an empty model. weights is "checkpoint" or "random"."""
-    if weights == "random":
+    if weights not in ("random", "checkpoint"):
+        raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
+    if checkpoint.is_quantised:
+        fill_quantised(model, checkpoint, weights=weights, seed=seed)
+    elif weights == "random":
         randomise(model.tensors(), seed)
-    elif weights == "checkpoint":
+    else:
         load_tensors(
             checkpoint, _named_as_in(checkpoint, model), model.canonical_name, model.ignores
         )
+
+
+def fill_quantised(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
+    """Gives the linear maps of a quantised checkpoint their memory, then fills every tensor."""
+    where = str(checkpoint.folder)
+    if weights == "random":
+        _allocate(model, _schemes_by_config(checkpoint, model), where)
+        _randomise_quantised(model, seed)
     else:
-        raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
+        _allocate(model, _schemes_by_tensors(checkpoint, model), where)
+        load_tensors(
+            checkpoint, _named_as_in(checkpoint, model), model.canonical_name, model.ignores
+        )
+    for prefix, part in model.matrices():
+        part.finish_quantised(where, prefix)
+
+
+def _allocate(model: Weights, schemes: Mapping[str, Scheme], where: str) -> None:
+    """Makes the memory of every linear map, from schemes by the modules' names in the model. Raises
+    CheckpointError for a scheme of a module that is neither a linear map nor an expert."""
+    rest = dict(schemes)
+    for prefix, part in model.matrices():
+        names = (name for name in part.projection_names if prefix + name in schemes)
+        part.allocate({name: rest.pop(prefix + name) for name in names})
+    model.quantization = describe(schemes)
+    if rest:
+        raise CheckpointError(
+            f"checkpoint {where!r}: {listed(sorted(rest))} cannot be read quantised; expected "
+            "quantised linear maps and experts only: take a release that leaves tables "
+            "(embed_tokens, lm_head) in float"
+        )
+
+
+def _schemes_by_tensors(checkpoint: Checkpoint, model: Weights) -> dict[str, Scheme]:
+    """The schemes of a checkpoint's modules by their names in the model. Settings name modules as
+    files do, so that names are changed last."""
+    found = {}
+    for module, scheme in schemes_of(checkpoint).items():
+        name = model.canonical_name(f"{module}.weight")
+        if name is not None and not model.ignores(name):
+            found[name.removesuffix(".weight")] = scheme
+    return found
+
+
+def _schemes_by_config(checkpoint: Checkpoint, model: Weights) -> dict[str, Scheme]:
+    """The schemes that config.json gives the model's linear maps, for random weights."""
+    schemes = read_schemes(checkpoint.config, str(checkpoint.folder))
+    found = {}
+    for prefix, part in model.matrices():
+        for name in (prefix + each for each in part.projection_names):
+            stated = [schemes.of(before + name) for before in _FILE_PREFIXES] if schemes else [None]
+            if stated[0] is not None and None not in stated:
+                found[name] = stated[0]
+    return found
+
+
+def _randomise_quantised(model: Weights, seed: int) -> None:
+    """Seeded weights, of which quantised ones are drawn in float, one at a time, and quantised as a
+    checkpoint's maker does."""
+    quantised: set[str] = set()
+    for prefix, part in model.matrices():
+        for each in part.projections():
+            quantised |= {prefix + name for name in each.tensors()}
+            if each.data.is_meta:
+                continue
+            sizes, device = (each.outputs.size, each.inputs.size), each.data.device
+            whole = torch.empty(sizes, dtype=part.place.dtype, device=device)
+            name = f"{prefix}{each.name}.weight"
+            _draw(name, whole, zlib.crc32(f"{seed} {name}".encode()))
+            each.draw(whole)
+    randomise({n: weight for n, weight in model.tensors().items() if n not in quantised}, seed)
 
 
 def _named_as_in(checkpoint: Checkpoint, model: Weights) -> Tensors:

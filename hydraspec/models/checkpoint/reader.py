@@ -7,6 +7,7 @@ The module knows the Hugging Face folder layout and Mistral's, and nothing about
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -349,6 +350,7 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     without copies and with one wait for the device.
     """
     floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
+    floats = {k: t for k, t in floats.items() if t.dtype.itemsize > 1}  # e4m3: no such operators
     flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
     if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
         return
@@ -359,6 +361,13 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         "weights: convert or download it again"
         + (", or run it with target.dtype=bfloat16 or float32" if in_half else "")
     )
+
+
+def _readable(dtype: torch.dtype) -> tuple[str, ...]:
+    """The format's names of the types that are read into a tensor of this type."""
+    if dtype is torch.float8_e4m3fn:
+        return ("F8_E4M3",)
+    return _FLOATS if dtype.is_floating_point else _INTEGERS
 
 
 def _check_entries(
@@ -373,10 +382,9 @@ def _check_entries(
     quantised = []
     for name in sorted(wanted.keys() & entries.keys()):
         entry, shape = entries[name], tuple(wanted[name].shape)
-        allowed = _FLOATS if held(wanted[name]).is_floating_point() else _INTEGERS
-        if entry.dtype not in allowed:
+        if entry.dtype not in _readable(held(wanted[name]).dtype):
             quantised.append(f"{name} ({entry.dtype})")
-        elif entry.shape != shape:
+        elif entry.shape != shape and not math.prod(entry.shape) == math.prod(shape) == 1:
             misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
     if quantised:
         raise CheckpointError(

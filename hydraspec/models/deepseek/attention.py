@@ -15,6 +15,7 @@ from hydraspec_kernels.attention import paged_attention
 from hydraspec_kernels.rope import apply_rope
 from torch import Tensor
 
+from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.models.deepseek.config import DeepseekConfig
 from hydraspec.models.kv_groups import GroupPass
 from hydraspec.models.layers import Norm
@@ -36,10 +37,25 @@ class HeadLatents(Linear):
     def __init__(self, config: DeepseekConfig, heads: Share, place: Place) -> None:
         n, v = config.nope_dim, config.value_dim
         outputs = {"kv_b_proj": heads.times(n + v)}
-        super().__init__(place, config.kv_rank, outputs, as_stored=True)
-        by_head = self.weight.t().unflatten(0, (heads.count, n + v))
-        self.keys = by_head[:, :n]  # [Hq, n, R]
-        self.values = by_head[:, n:].transpose(1, 2)  # [Hq, R, v]
+        super().__init__(place, config.kv_rank, outputs, as_stored=True, unpacked=True)
+        self.num_heads, self.num_keys = heads.count, n
+        self.view_halves()
+
+    def view_halves(self) -> None:
+        """Sets the two halves as views of the weight."""
+        by_head = self.weight.t().unflatten(0, (self.num_heads, -1))
+        self.keys = by_head[:, : self.num_keys]  # [Hq, n, R]
+        self.values = by_head[:, self.num_keys :].transpose(1, 2)  # [Hq, R, v]
+
+    def allocate(self, schemes: Mapping[str, Scheme]) -> None:
+        """See Linear."""
+        super().allocate(schemes)
+        self.view_halves()
+
+    def finish_quantised(self, where: str, prefix: str) -> None:
+        """See Linear."""
+        super().finish_quantised(where, prefix)
+        self.view_halves()
 
     def absorb_keys(self, queries: Tensor) -> Tensor:
         """Queries [T, Hq, n] -> queries of latents [T, Hq, R]: products of both are scores."""

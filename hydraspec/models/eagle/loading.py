@@ -5,6 +5,7 @@ the target, and checks the config against the tensors and the target.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from safetensors import safe_open
@@ -51,6 +52,7 @@ def load_eagle(
         layers.divided,
         lambda place: EagleHead(config, layers, len(ids), width, place).stack,
     )
+    place = replace(place, is_quantised=opened.is_quantised)
     with torch.no_grad():
         head = EagleHead(config, layers, len(ids), width, place)
         _place_tables(head, entries, target, where)

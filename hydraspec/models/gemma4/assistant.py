@@ -54,7 +54,7 @@ class CentroidHead(Weights):
         """Builds empty weights. table: rows of all tokens, which are the assistant's weights."""
         width, count = config.text.hidden_size, config.num_centroids
         self.table, self.count, self.top_k = table, count, config.centroid_top_k
-        self.centroids = Linear(place, width, {"masked_embedding.centroids": count})
+        self.centroids = Linear(place, width, {"masked_embedding.centroids": count}, unpacked=True)
         self.ordering = place.empty(config.text.vocab_size, dtype=torch.int64)
         self.clusters = self.ordering  # [C, V / C], set by `finish`
 
@@ -216,6 +216,7 @@ def load_assistant(
     opened, config = read_assistant(checkpoint)
     where = str(opened.folder)
     place = target_place(target)  # layers are divided as the KV heads they read are
+    place = replace(place, is_quantised=opened.is_quantised)
     config.text.divided.check(place.group.size, where)
     sources = match_target(config, target, where)
     with torch.no_grad():

@@ -9,6 +9,7 @@ DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -29,7 +30,7 @@ from hydraspec.models.kv_groups import (
 from hydraspec.models.layers import Norm, PreNormLayer
 from hydraspec.models.linear import Linear
 from hydraspec.models.mtp.config import MTPConfig, MTPLayout
-from hydraspec.models.parts import Tensors, Weights, prefixed
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
@@ -92,12 +93,9 @@ class MTPHead(Weights):
         ]
         self.groups: dict[str, GroupShape] = {}
 
-    def tensors(self) -> Tensors:
-        """Every weight by its checkpoint name without the leading `model.`."""
-        found: Tensors = {}
-        for prefix, layer in zip(self.config.prefixes, self.layers, strict=True):
-            found |= prefixed(prefix, layer.tensors())
-        return found
+    def parts(self) -> Iterator[tuple[str, Weights]]:
+        """Yields the layers; names are the checkpoint's without the leading `model.`."""
+        return zip(self.config.prefixes, self.layers, strict=True)
 
     def canonical_name(self, name: str) -> str | None:
         """A checkpoint's tensor name without `model.`; None for what is not an MTP layer's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hydraspec.errors import CheckpointError
@@ -37,6 +39,7 @@ def load_mtp(
         config.block.divided,
         lambda place: MTPHead(config, target, num_drafts, place).layers,
     )
+    place = replace(place, is_quantised=opened.is_quantised)
     with torch.no_grad():
         head = MTPHead(config, target, num_drafts, place)
         if weights == "checkpoint":

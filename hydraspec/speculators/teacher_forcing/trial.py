@@ -48,12 +48,15 @@ class Trial:
 
 
 def can_be_forced(speculator: object) -> TypeGuard[DraftModelSpeculator]:
-    """Returns whether a drafter can be teacher-forced: it has a draft head with a DraftSpec, and the
-    head has the methods that draft from given tokens and states."""
-    if not isinstance(speculator, DraftModelSpeculator) or not hasattr(speculator.spec, "kv_mode"):
+    """Returns whether a drafter can be teacher-forced: it has a head with a DraftSpec and with the
+    methods that draft from given tokens and states."""
+    if not isinstance(speculator, DraftModelSpeculator):
         return False
-    needed = ("read_from", "begin", "step")
-    if speculator.spec.kv_mode != "target":
+    needed: tuple[str, ...] = ("read_from", "begin", "step")
+    mode = getattr(speculator.spec, "kv_mode", None)
+    if mode is None:
+        return False
+    if mode != "target":
         needed = ("kv_groups", "combine_target_hidden", "forward")
     return all(hasattr(speculator.head, name) for name in needed)
 

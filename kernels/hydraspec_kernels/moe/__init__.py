@@ -7,10 +7,11 @@ from torch import Tensor
 
 from hydraspec_kernels.activation import Activation
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
+from hydraspec_kernels.moe.quantised import quantised_moe
 from hydraspec_kernels.moe.reference import route_grouped_reference, route_reference
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-__all__ = ["moe", "route", "route_grouped"]
+__all__ = ["moe", "quantised_moe", "route", "route_grouped"]
 
 
 def route(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:

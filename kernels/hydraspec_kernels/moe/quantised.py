@@ -1,0 +1,82 @@
+"""Experts with quantised matrices, without shapes that depend on routing: the chosen ones are
+gathered if few are used, else all of them run.
+
+Every expert rounds its rows and its inner rows as its checkpoint says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.activation import Activation, gated_activation
+from hydraspec_kernels.quantised import QuantisedMatrix, quantised_linear
+
+Experts = tuple[QuantisedMatrix, QuantisedMatrix, QuantisedMatrix]  # gate, up and down
+Maxima = Callable[[Tensor], Tensor]
+# Numbers of a chunk of experts held at once where all of them run: weights, and rows of each.
+MAX_CHUNK_NUMBERS = 1 << 26
+
+
+def quantised_moe(
+    x: Tensor,
+    w: Tensor,
+    e: Tensor,
+    experts: Experts,
+    activation: Activation,
+    maxima: Maxima | None = None,
+) -> Tensor:
+    """Weighted sum [T, D] of the k chosen experts of each row of x [T, D]; w and e [T, k].
+
+    maxima: largest magnitudes of whole inner rows from a rank's part of them, where ranks divide
+    the inner width; None: they do not.
+    """
+    few = 2 * e.numel() <= experts[0].data.shape[0]
+    return (_gathered if few else _all)(x, w, e, experts, activation, maxima)
+
+
+def _outputs(x: Tensor, experts: Experts, activation: Activation, maxima: Maxima | None) -> Tensor:
+    """Outputs [E, T, D] of E experts for x [E, T, D]."""
+    gate, up, down = experts
+    both = torch.cat((quantised_linear(x, gate), quantised_linear(x, up)), -1)
+    inner = gated_activation(both.flatten(0, 1), activation).unflatten(0, x.shape[:2])
+    whole = None if maxima is None or down.rounding.kind != "token" else maxima(inner)
+    return quantised_linear(inner, down, whole)
+
+
+def _gathered(
+    x: Tensor,
+    w: Tensor,
+    e: Tensor,
+    experts: Experts,
+    activation: Activation,
+    maxima: Maxima | None,
+) -> Tensor:
+    (rows, k), width = e.shape, x.shape[1]
+    gate, up, down = (matrix.of_experts(e.reshape(-1)) for matrix in experts)
+    each = x[:, None].expand(rows, k, width).reshape(rows * k, 1, width)
+    out = _outputs(each, (gate, up, down), activation, maxima).view(rows, k, width)
+    return torch.bmm(w.to(x.dtype)[:, None], out).squeeze(1)
+
+
+def _all(
+    x: Tensor,
+    w: Tensor,
+    e: Tensor,
+    experts: Experts,
+    activation: Activation,
+    maxima: Maxima | None,
+) -> Tensor:
+    count, inner, width = (*experts[0].data.shape[:2], x.shape[1])
+    share = w.new_zeros(x.shape[0], count).scatter_(1, e, w).to(x.dtype).t()[:, :, None]
+    step = max(1, MAX_CHUNK_NUMBERS // (2 * max(inner, width) * (x.shape[0] + max(inner, width))))
+    total = torch.zeros_like(x)
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
+        gate, up, down = (matrix.of_experts(part) for matrix in experts)
+        rows = x.expand(part.stop - start, *x.shape)
+        out = _outputs(rows, (gate, up, down), activation, maxima)
+        total.add_(out.mul_(share[part]).sum(0))
+    return total

@@ -1,0 +1,76 @@
+"""Products with quantised matrices: rows rounded as the checkpoint says, narrow numbers, scales.
+
+On CUDA devices from capability 8.9 on, matrices of one scale a row and rows of one scale each run
+the library's scaled product; others are unpacked to the rows' type first, as all are on a CPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
+from hydraspec_kernels.quantised.reference import (
+    quantised_linear_reference,
+    quantised_rows,
+    rounded_rows,
+    row_maxima,
+    unpacked,
+)
+
+__all__ = [
+    "QuantisedMatrix",
+    "Rounding",
+    "quantised_linear",
+    "rounded_rows",
+    "row_maxima",
+    "unpacked",
+]
+
+_NARROW = (torch.bfloat16, torch.float16)
+_ALIGNMENT = 16  # of N and K, for the scaled product
+
+
+def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None = None) -> Tensor:
+    """Product [..., T, N] of rows x [..., T, K], rounded, with a matrix [..., N, K], in x's dtype.
+
+    maxima [..., T, 1]: the rows' largest magnitudes over all ranks, where x is a part of the rows.
+    """
+    if not x.is_cuda or x.dtype not in _NARROW:
+        return quantised_linear_reference(x, matrix, maxima)
+    if _has_scaled_product(x, matrix):
+        numbers, scales = quantised_rows(x, matrix.rounding, maxima)
+        by_row = matrix.scales.expand(matrix.data.shape[0], 1)
+        return torch._scaled_mm(
+            numbers,
+            matrix.data.t(),
+            scale_a=scales.contiguous(),
+            scale_b=by_row.t().contiguous(),
+            out_dtype=x.dtype,
+            use_fast_accum=False,
+        )
+    rows = rounded_rows(x, matrix.rounding, maxima).to(x.dtype)
+    return torch.matmul(rows, unpacked(matrix, x.dtype).transpose(-1, -2))
+
+
+def _has_scaled_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
+    """Returns whether the library multiplies these without unpacking."""
+    n, k = matrix.data.shape[-2:]
+    return (
+        x.dim() == 2
+        and matrix.data.dtype is torch.float8_e4m3fn
+        and matrix.rows == 1
+        and matrix.scales.shape[-1] == 1
+        and matrix.rounding.kind in ("token", "static")
+        and n % _ALIGNMENT == 0
+        and k % _ALIGNMENT == 0
+        and x.shape[0] > 0
+        and _is_new_enough(x.device)
+    )
+
+
+@cache
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
