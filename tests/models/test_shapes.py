@@ -23,6 +23,7 @@ PUBLISHED = {
     "gemma4_e4b": (42, 7, 18, 2560, 0),
     "gemma4_26b_a4b": (30, 5, 0, 2816, 128),
     "gemma4_31b": (60, 10, 0, 5376, 0),
+    "gemma4_31b_fp8": (60, 10, 0, 5376, 0),
 }
 
 
@@ -49,7 +50,8 @@ def test_a_shape_is_that_of_the_release(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_its_assistant_fits(name: str) -> None:
     """Its queries read the target's cache: heads must be as wide, and share as many KV heads."""
-    target, (_, assistant) = read(name), read_assistant(f"shape:{name}-assistant")
+    target = read(name)
+    _, assistant = read_assistant(f"shape:{name.removesuffix('_fp8')}-assistant")
     assert assistant.backbone_hidden_size == target.hidden_size
     assert assistant.text.vocab_size == target.vocab_size
     assert assistant.text.sliding_window == target.sliding_window
@@ -132,6 +134,14 @@ def test_a_quantised_release_is_refused_before_it_is_downloaded(target: str) -> 
     assert one(f"target={target}", "target.weights=random").target.checkpoint == f"shape:{target}"
     conversion = one(f"target={target}", "target.checkpoint=/models/bf16").target
     assert (conversion.checkpoint, conversion.quantised) == ("/models/bf16", None)
+
+
+def test_a_quantised_shape_has_the_drafters_of_the_float_one() -> None:
+    drafters = one("target=gemma4_31b_fp8", "target.weights=random").target.drafters
+    assert drafters == one("target=gemma4_31b", "target.weights=random").target.drafters
+    float_, fp8 = (open_checkpoint(f"shape:{n}").config for n in ("gemma4_31b", "gemma4_31b_fp8"))
+    assert fp8.pop("quantization_config")["format"] == "float-quantized"
+    assert fp8 == float_
 
 
 def test_a_shape_may_be_given_as_it_is() -> None:

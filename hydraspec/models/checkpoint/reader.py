@@ -23,6 +23,7 @@ from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.checkpoint.hub import download
 from hydraspec.models.checkpoint.quantization_config import found_formats
+from hydraspec.models.checkpoint.twins import TWINS, twin_folder
 from hydraspec.models.parts import Part, Weight, held
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
@@ -126,7 +127,10 @@ def resolve_folder(checkpoint: str) -> Path:
 def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
     if any((root / name / config).is_file() for config in ("config.json", "params.json")):
         return root / name
+    if prefix == ZOO_PREFIX and name in TWINS:
+        return twin_folder(name)
     known = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    known += sorted(TWINS) if prefix == ZOO_PREFIX else []
     where = "in the zoo; it holds" if prefix == ZOO_PREFIX else "in the package; its shapes are"
     raise CheckpointError(
         f"checkpoint '{prefix}{name}' is not {where} {', '.join(known) or 'nothing yet'}"
