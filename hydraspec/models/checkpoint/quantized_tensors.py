@@ -20,8 +20,8 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.quantization import PER_INT32, Scheme, tensor_name
 from hydraspec.models.checkpoint.quantization_config import Schemes, read_schemes
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
+from hydraspec.models.checkpoint.tensors import FLOATS
 
-FLOATS = ("F64", "F32", "BF16", "F16")
 _DATA = ("weight", "weight_packed")
 _STACKED = re.compile(r"(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(.+))?\Z")
 _STACKED_PARTS = {None: "weight", "scale_inv": "weight_scale_inv"}
