@@ -41,8 +41,6 @@ def derive(config: RunConfig) -> None:
     known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE_PREFIX)
     _name_target(config.target)
     _take_shapes(config, known)
-    if not _is_own(config.target):
-        config.target.quantised = None
     if config.method.name == "none":
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:

@@ -8,6 +8,7 @@ is a field here, checked and logged.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -41,6 +42,7 @@ class DraftSpec:
     notes: tuple[str, ...] = ()  # assumptions made on reading; they go into the summary's warnings
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
     verifier: str | None = None  # the target it was trained for, if the checkpoint names one
+    quantization: Mapping[str, str] | None = None  # of its matrices by kind; None: all are float
 
     def __str__(self) -> str:
         """The fields that differ from their defaults."""

@@ -35,6 +35,7 @@ def compressed(weights: Any, inputs: Any = None, layout: str = "float-quantized"
         "config_groups": {"group_0": group},
         "format": layout,
         "ignore": ["lm_head"],
+        "quantization_status": "compressed",
     }
 
 

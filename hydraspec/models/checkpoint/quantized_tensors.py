@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.quantization import PER_INT32, Scheme, tensor_name
-from hydraspec.models.checkpoint.quantization_config import Schemes, read_schemes
+from hydraspec.models.checkpoint.quantization_config import Schemes, found_formats, read_schemes
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
 from hydraspec.models.checkpoint.tensors import FLOATS
 
@@ -215,6 +215,18 @@ def _measured(
             found = f"{full} is {list(entry.shape)}, the config makes it {list(shape)}"
             problems["misshapen"].append(found)
     return scheme if sum(map(len, problems.values())) == before else None
+
+
+def read_elsewhere(checkpoint: Checkpoint) -> Mapping[str, str] | None:
+    """What `describe` says of a folder that another engine reads; a format that is not understood
+    here goes by the name of its method."""
+    values = found_formats(checkpoint.config, str(checkpoint.folder))
+    if values is None:
+        return None
+    try:
+        return describe(schemes_of(checkpoint))
+    except CheckpointError:
+        return {"matrices": str(values.get("quant_method"))}
 
 
 def describe(schemes: Mapping[str, Scheme]) -> dict[str, str] | None:

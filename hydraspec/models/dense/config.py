@@ -35,6 +35,14 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(bias="keys", defaults={"max_position_embeddings": 2048}),
     "mistral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
     "ministral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
+    "ministral3": Family(
+        window="given",
+        defaults={
+            **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
+            **{"sliding_window": None, "rms_norm_eps": 1e-5},
+            "rope_parameters": {"llama_4_scaling_beta": 0.1},  # not computed: files must say 0
+        },
+    ),
     "qwen2": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
     "mimo": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
     "qwen3": Family(
@@ -172,7 +180,8 @@ def _windows(reader: ConfigReader, family: Family) -> tuple[tuple[str, ...], int
     num_layers = reader.count("num_hidden_layers")
     kinds, window = reader.get("layer_types"), None
     if family.window == "given":
-        window = reader.values.get("sliding_window", MISTRAL_WINDOW)
+        absent = family.defaults.get("sliding_window", MISTRAL_WINDOW)
+        window = reader.values.get("sliding_window", absent)
         first = 0
     elif family.window == "if_asked" and reader.get("use_sliding_window", False):
         window = reader.get("sliding_window")
