@@ -118,9 +118,7 @@ class Linear(Weights):
             each.check(where, prefix)
         self.slab.finish()
         if self.unpacked:
-            self.weight = self._empty(self.place)
-            self.weight.copy_(self.slab.decoded(self.weight.dtype).t())
-            self.slab = None
+            self.unpack()
 
     def slices(self) -> Iterator[tuple[str, Share, slice]]:
         """Yields each projection of the slab: its name, its share of outputs, its columns."""
@@ -202,15 +200,12 @@ class Linear(Weights):
             found.weight[:, columns] = reorder(rows).t()
         return found
 
-    def in_float(self) -> Linear:
-        """The same map with its weight in float and rows that are not rounded; itself if it is not
-        quantised."""
-        if self.slab is None:
-            return self
-        found = copy(self)
-        found.slab, found.weight = None, self._empty(self.place)
-        found.weight.copy_(self.slab.decoded(found.weight.dtype).t())
-        return found
+    def unpack(self) -> None:
+        """Turns a quantised matrix into a float one, whose rows are not rounded."""
+        if self.slab is not None:
+            self.weight = self._empty(self.place)
+            self.weight.copy_(self.slab.decoded(self.weight.dtype).t())
+            self.slab = None
 
     def swapped(self) -> Linear:
         """A map with its two equally wide projections in each other's places."""

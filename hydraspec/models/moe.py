@@ -144,18 +144,14 @@ class RoutedExperts(Weights):
         found.gate_up = torch.roll(self.gate_up, self.columns.count, -1)
         return found
 
-    def in_float(self) -> RoutedExperts:
-        """The same experts with weights in float and rows that are not rounded; itself if they are
-        not quantised."""
-        if self.slabs is None:
-            return self
-        found = copy(self)
-        found.slabs = None
-        found.gate_up, found.down = self._empty(self.place)
-        gate, up, down = (slab.decoded(found.down.dtype) for slab in self.slabs)
-        found.gate_up.copy_(torch.cat((gate, up), 1).transpose(1, 2))
-        found.down.copy_(down.transpose(1, 2))
-        return found
+    def unpack(self) -> None:
+        """Turns quantised matrices into float ones, whose rows are not rounded."""
+        if self.slabs is not None:
+            self.gate_up, self.down = self._empty(self.place)
+            gate, up, down = (slab.decoded(self.down.dtype) for slab in self.slabs)
+            self.gate_up.copy_(torch.cat((gate, up), 1).transpose(1, 2))
+            self.down.copy_(down.transpose(1, 2))
+            self.slabs, self.stacks = None, ()
 
 
 def one_by_one(tensors: Mapping[str, Weight]) -> Tensors:

@@ -92,7 +92,7 @@ class Weights:
         names: attribute -> what the checkpoint puts before the names of this part's weights, or a
             tensor's whole name. Lists are numbered ("layers." -> "layers.0."); an attribute that is
             None has no weights.
-        quantization: of a whole model, how its quantised matrices are stored, by their kind, such as
+        quantization: of a whole model, how its quantised matrices are stored, by kind, such as
             "q_proj"; None: all are in float.
     """
 
@@ -124,6 +124,11 @@ class Weights:
         what stands before its names."""
         for prefix, part in self.parts():
             yield from ((prefix + name, matrix) for name, matrix in part.matrices())
+
+    def unpack(self) -> None:
+        """Turns quantised matrices into float ones, whose rows are not rounded."""
+        for _, part in self.matrices():
+            part.unpack()
 
     def canonical_name(self, name: str) -> str | None:
         """The model's name of a checkpoint's tensor; None if the model has no such part."""

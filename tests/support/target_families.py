@@ -89,10 +89,14 @@ def prompts_of(seed: int, vocab: int = 96) -> list[list[int]]:
     return [[draw.randrange(vocab) for _ in range(draw.randint(*n))] for n in lengths]
 
 
-def logits_in_chunks(folder: Path, seed: int) -> Iterator[tuple[list[int], Tensor]]:
+def logits_in_chunks(
+    folder: Path, seed: int, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[list[int], Tensor]]:
     """Each prompt of a seed with its logits [T, V]: prefill and decode mixed, in chunks, through a
     cache that is NaN wherever nothing was written."""
-    run = PagedRun(load(folder), 3, block_size=random.Random(seed).choice([1, 4, 16]), seed=seed)
+    run = PagedRun(
+        load(folder, dtype), 3, block_size=random.Random(seed).choice([1, 4, 16]), seed=seed
+    )
     run.slack = seed % 3 * 7
     prompts = prompts_of(seed)
     yield from zip(prompts, run_in_chunks(run, prompts, seed), strict=True)

@@ -389,7 +389,7 @@ def _check_entries(
     if quantised:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; expected float weights "
-            "(F64, F32, BF16 or F16): use the unquantised release"
+            "(F64, F32, BF16 or F16), or a quantization_config: use the unquantised release"
         )
     problems = [
         f"{kind} tensors: {listed(names)}"

@@ -106,7 +106,8 @@ class MTPHead(Weights):
         """Returns whether a tensor is not needed: a layer's copy of the target's embedding or head,
         since the target's are used, or a rotary buffer.
         """
-        return name.endswith(("embed_tokens.weight", "shared_head.head.weight", "inv_freq"))
+        is_copy = ".embed_tokens." in name or ".shared_head.head." in name
+        return is_copy or name.endswith("inv_freq")
 
     def finish(self) -> None:
         """Finishes all decoder blocks; call once after the weights are filled."""

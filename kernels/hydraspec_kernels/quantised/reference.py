@@ -69,18 +69,24 @@ def unpacked(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
         numbers = data
     else:
         numbers = _e4m3_on_cpu(data, torch.promote_types(dtype, torch.float32))
-    n, k = numbers.shape[-2:]
-    scales = matrix.scales
-    if matrix.rows > 1:
-        scales = scales.repeat_interleave(matrix.rows, -2)[..., :n, :]
-    if scales.shape[-1] > 1:
-        scales = scales.repeat_interleave(matrix.columns, -1)[..., :k]
-    out = torch.empty(numbers.shape, dtype=dtype, device=data.device)
     wide = torch.promote_types(dtype, torch.float32)
-    if dtype is wide:
-        return torch.mul(numbers.to(wide), scales, out=out)
     # Exact in 16 bits: e4m3 has four significant bits, int4 fewer.
-    return torch.mul(numbers.to(dtype), scales, out=out)
+    numbers = numbers.to(wide if dtype is wide else dtype)
+    out = torch.empty(numbers.shape, dtype=dtype, device=data.device)
+    scales = matrix.scales
+    n, k = numbers.shape[-2:]
+    if n % matrix.rows or k % scales.shape[-1] or k // scales.shape[-1] != matrix.columns:
+        scales = scales.repeat_interleave(matrix.rows, -2)[..., :n, :]
+        scales = scales.repeat_interleave(matrix.columns, -1)[..., :k]
+        return torch.mul(numbers, scales, out=out)
+    blocks = (n // matrix.rows, matrix.rows, k // matrix.columns, matrix.columns)
+    *before, _, _ = numbers.shape
+    torch.mul(
+        numbers.view(*before, *blocks),
+        scales[..., :, None, :, None],
+        out=out.view(*before, *blocks),
+    )
+    return out
 
 
 def _e4m3_on_cpu(data: Tensor, wide: torch.dtype) -> Tensor:
