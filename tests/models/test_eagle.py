@@ -22,47 +22,11 @@ from eagle_folders import (
     write_consolidated,
     write_speculators,
 )
-from eagle_oracle import PlainEagle
-from eagle_rows import PagedRows, load, target_step
+from eagle_rows import CLOSE, PagedRows, check_chain, draw_text, load, target_step
 from grids import slow_unless
-
-from hydraspec.models.eagle.head import EagleHead
 
 NUM_CONFIGS = 24
 SEEDS = slow_unless(lambda seed: seed < NUM_CONFIGS // 2, ((seed,) for seed in range(NUM_CONFIGS)))
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64 both, sums in another order
-
-
-def draw_text(rng: np.random.Generator, head: PlainEagle, target: FakeTarget, n: int):  # type: ignore[no-untyped-def]
-    text = torch.from_numpy(rng.integers(0, target.vocab_size, n))
-    width = target.hidden_size
-    aux = [matrix(rng, n - 1, width) * 5 for _ in head.aux_layer_ids]
-    return text, aux, matrix(rng, n - 1, width) * 5
-
-
-def check_chain(rng: np.random.Generator, plain: PlainEagle, head: EagleHead, target: FakeTarget):  # type: ignore[no-untyped-def]
-    """States and tokens of a prefill in two chunks and a chain of K steps."""
-    k, n = 5, int(rng.integers(3, 14))
-    text, aux, final = draw_text(rng, plain, target, n)
-    drafts, states = plain.draft(text, aux, final, k)
-    hidden = head.combine_target_hidden(target_step(final, aux))
-    torch.testing.assert_close(hidden, plain.combine(aux, final), **CLOSE)
-    paged = PagedRows(head, n + k)
-    cut = int(rng.integers(1, n - 1)) if n > 2 else 0
-    if cut:
-        head.forward(paged.rows(text[1 : cut + 1], 0), hidden[:cut], paged.caches, step=0)
-    rows = paged.rows(text[cut + 1 :], cut)
-    found, feedback = head.forward(rows, hidden[cut:], paged.caches, step=0)
-    for step in range(k):
-        torch.testing.assert_close(found[-1], states[step], **CLOSE)
-        logits, banned = plain.logits(states[step]), head.banned
-        assert banned is None
-        torch.testing.assert_close(head.compute_logits(found[-1:])[0], logits, **CLOSE)
-        token = head.greedy_tokens(found[-1:])
-        assert token.item() == drafts[step].item()
-        found, feedback = head.forward(
-            paged.rows(token, n - 1 + step), feedback[-1:], paged.caches, step=step + 1
-        )
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ request. Shares no code with the engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ class PlainEagle:
     aux_layer_ids: tuple[int, ...] = ()
     ids: Tensor | None = None  # target ids of the draft vocabulary
     mask_token: int | None = None
+    # Rows as they enter a linear map, by its name, where weights are quantised.
+    rounding: Callable[[str, Tensor], Tensor] = lambda _, x: x
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.flags.get(name, default))
@@ -54,7 +57,7 @@ class PlainEagle:
         x = torch.cat(aux, -1)
         if self.flag("norm_before_fc"):
             x = norm(x, self.weights["input_norm.weight"], eps)
-        return x @ self.weights["fc.weight"].T
+        return self.linear("fc", x)
 
     def mask_state(self) -> Tensor:
         """[D]"""
@@ -71,7 +74,7 @@ class PlainEagle:
         e = w["embed_tokens.weight"][tokens]
         x = hidden
         if self.method == "eagle":
-            x = torch.cat((e, hidden), -1) @ w["fc.weight"].T + w.get("fc.bias", 0.0)
+            x = self.linear("fc", torch.cat((e, hidden), -1))
         for i in range(self.layer["num_hidden_layers"]):
             name = f"layers.{i}"
             if self.method != "eagle" and i == 0:
@@ -99,7 +102,8 @@ class PlainEagle:
         return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
+        rows = self.rounding(name, x)
+        return rows @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
 
     def attention(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
         heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]

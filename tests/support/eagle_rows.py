@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
-from eagle_folders import FakeTarget
+from eagle_folders import FakeTarget, matrix
+from eagle_oracle import PlainEagle
 from hydraspec_kernels.step_inputs.reference import slot_mapping_reference
 
 from hydraspec.models.eagle.head import EagleHead
@@ -13,6 +15,7 @@ from hydraspec.models.eagle.loading import load_eagle
 from hydraspec.types import Rows, RowSegment, TargetStep
 
 BLOCK = 4
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64 both, sums in another order
 
 
 class PagedRows:
@@ -49,3 +52,40 @@ def target_step(final: torch.Tensor, aux: list[torch.Tensor]) -> TargetStep:
 
 def load(folder: Path, method: str, target: FakeTarget) -> EagleHead:
     return load_eagle(str(folder), method=method, weights="checkpoint", target=target, seed=0)  # type: ignore[arg-type]
+
+
+def draw_text(
+    rng: np.random.Generator, head: PlainEagle, target: FakeTarget, n: int
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Tokens [n], and the target's aux and final states of all but the newest."""
+    text = torch.from_numpy(rng.integers(0, target.vocab_size, n))
+    width = target.hidden_size
+    aux = [matrix(rng, n - 1, width) * 5 for _ in head.aux_layer_ids]
+    return text, aux, matrix(rng, n - 1, width) * 5
+
+
+def check_chain(
+    rng: np.random.Generator, plain: PlainEagle, head: EagleHead, target: FakeTarget
+) -> None:
+    """Asserts states and tokens of a prefill in two chunks and a chain of K steps."""
+    k, n = 5, int(rng.integers(3, 14))
+    text, aux, final = draw_text(rng, plain, target, n)
+    drafts, states = plain.draft(text, aux, final, k)
+    hidden = head.combine_target_hidden(target_step(final, aux))
+    torch.testing.assert_close(hidden, plain.combine(aux, final), **CLOSE)
+    paged = PagedRows(head, n + k)
+    cut = int(rng.integers(1, n - 1)) if n > 2 else 0
+    if cut:
+        head.forward(paged.rows(text[1 : cut + 1], 0), hidden[:cut], paged.caches, step=0)
+    rows = paged.rows(text[cut + 1 :], cut)
+    found, feedback = head.forward(rows, hidden[cut:], paged.caches, step=0)
+    for step in range(k):
+        torch.testing.assert_close(found[-1], states[step], **CLOSE)
+        logits, banned = plain.logits(states[step]), head.banned
+        assert banned is None
+        torch.testing.assert_close(head.compute_logits(found[-1:])[0], logits, **CLOSE)
+        token = head.greedy_tokens(found[-1:])
+        assert token.item() == drafts[step].item()
+        found, feedback = head.forward(
+            paged.rows(token, n - 1 + step), feedback[-1:], paged.caches, step=step + 1
+        )

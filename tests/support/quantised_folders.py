@@ -104,7 +104,7 @@ def quantise(
     projection and what `ignore` names; a static scheme needs input_scales.
     """
     model.save_pretrained(folder)
-    config = _library_config(scheme, ("lm_head", *ignore))
+    config = library_config(scheme, ("lm_head", *ignore))
     names = match_named_modules(model, ["Linear"], config.ignore)
     found = quantised_tensors(
         load_file(folder / "model.safetensors"),
@@ -144,7 +144,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], quantization_config: dict
     file.write_text(json.dumps(raw))
 
 
-def _library_config(scheme: Scheme, ignore: tuple[str, ...]) -> QuantizationConfig:
+def library_config(scheme: Scheme, ignore: tuple[str, ...]) -> QuantizationConfig:
     """The library's record of a scheme, from its preset."""
     preset = {"token": "FP8_DYNAMIC", "group": "FP8_BLOCK", "static": "FP8", "float": "W4A16"}
     group = preset_name_to_scheme(preset[scheme.inputs], ["Linear"])

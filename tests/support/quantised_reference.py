@@ -26,6 +26,7 @@ from hydraspec.models.checkpoint.mistral_names import consolidated_name, interle
 from hydraspec.models.checkpoint.quantization import Scheme
 
 E4M3_MAX = 448.0
+STATIC = Scheme(kind="fp8", rows=None, columns=None, inputs="static", input_scale="input_scale")
 _EXPERT = re.compile(r"(.*[.]experts)[.](\d+)[.](gate|up|down)_proj")
 Rounding = Callable[[Tensor], Tensor]
 
@@ -86,7 +87,7 @@ def plain_reference(
             continue
         linear = found.get_submodule(module)
         linear.weight.data = dequantised(quantised, module, linear.in_features)
-        if not module.endswith(float_rows or ("?",)):
+        if not module.endswith(float_rows):
             static = quantised.of(module).get(quantised.scheme.input_scale or "")
             rounding = partial(rounded, scheme=quantised.scheme, static=static)
             linear.register_forward_pre_hook(lambda _, x, to_e4m3=rounding: (to_e4m3(x[0]),))
@@ -171,8 +172,7 @@ def write_mistral(
     folder: Path, model: PreTrainedModel, input_scales: dict[str, float], yarn: dict[str, Any]
 ) -> Quantised:
     """A Mistral in its own format: params.json and consolidated.safetensors, static per tensor."""
-    scheme = Scheme(kind="fp8", rows=None, columns=None, inputs="static", input_scale="input_scale")
-    found = _saved(folder, model, scheme, input_scales)
+    found = _saved(folder, model, STATIC, input_scales)
     for file in ("config.json", "model.safetensors"):
         (folder / file).unlink()
     config = model.config
