@@ -277,15 +277,6 @@ def test_dense_keys_that_are_not_computed(key: str) -> None:
     assert read_dense_config(LAYER | PLAIN_DENSE, "x").head_dim == 8
 
 
-def test_ministral3_scales_queries_unless_its_config_says_otherwise() -> None:
-    """Catches a config without rope_parameters, whose defaults scale queries by position."""
-    shape = LAYER | {"model_type": "ministral3", "layer_types": None}
-    with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta is 0\.1; expected 0"):
-        read_dense_config({key: shape[key] for key in shape if "rope" not in key}, "x")
-    plain = {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0}}
-    assert read_dense_config(shape | plain, "x").sliding_window is None
-
-
 MISTRAL: dict[str, Any] = {
     "rope_scaling": {"rope_type": "linear", "factor": 2},
     "softmax_scale": 0.3,
