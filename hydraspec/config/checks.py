@@ -268,15 +268,6 @@ RULES = (
     _within("seed", "seed"),
     at_least("target.max_model_len", 2, "2 or more, or null"),
     *_shape("target"),
-    Rule(  # refused before any of it is downloaded
-        "target.checkpoint",
-        lambda _, c: c.target.quantised is None or c.target.weights is Weights.random,
-        "float weights (bfloat16, float16 or float32), or target.weights=random",
-        "has weights in {c.target.quantised}, which are not read",
-        "convert it and give target.checkpoint=<folder or hub id of the conversion>, or add "
-        "target.weights=random to run its shape",
-        when=_is_native,
-    ),
     *_shape("method"),
     *METHOD_AND_ENGINE,
     *(*_axis("tensor"), *_axis("pipeline"), *_axis("data")),

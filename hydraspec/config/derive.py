@@ -23,6 +23,7 @@ from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 
 # Drafters' shapes that may ship beside a target's: method -> suffix in <target>-<suffix>.
 BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
+FP8 = "_fp8"  # ends the name of a quantised shape, which has the drafters of the float one
 MOST_DRAFTS = 6  # default of the largest K chosen per step; most drafters pay off at 2 to 6
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
@@ -40,8 +41,6 @@ def derive(config: RunConfig) -> None:
     known = _is_own(config.target) or config.target.checkpoint.startswith(SHAPE_PREFIX)
     _name_target(config.target)
     _take_shapes(config, known)
-    if not _is_own(config.target):
-        config.target.quantised = None
     if config.method.name == "none":
         config.method = _plain_decoding(config)
     elif config.method.needs_checkpoint and config.method.checkpoint is None:
@@ -69,7 +68,8 @@ def no_drafter(config: RunConfig) -> NoDrafterError:
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
     choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
-    if f"{config.target.name}-{BESIDE.get(config.method.name)}" in shipped_shapes():
+    shape = config.target.name.removesuffix(FP8)
+    if f"{shape}-{BESIDE.get(config.method.name)}" in shipped_shapes():
         choose += ", or add target.weights=random, which draws a drafter of its shape too"
     message = refusal(
         "method.checkpoint",
@@ -115,7 +115,7 @@ def _take_shapes(config: RunConfig, known: bool) -> None:
         target.checkpoint = SHAPE_PREFIX + shape
     if not given:
         return
-    beside = {m: f"{shape}-{end}" for m, end in BESIDE.items()}
+    beside = {m: f"{shape.removesuffix(FP8)}-{end}" for m, end in BESIDE.items()}
     drafters = {m: SHAPE_PREFIX + name for m, name in beside.items() if name in shipped_shapes()}
     itself = DRAFTS_ITSELF & {config.method.name, *target.drafters}
     drafters |= dict.fromkeys(itself, target.checkpoint)

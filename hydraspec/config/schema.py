@@ -86,8 +86,6 @@ class TargetConfig:
     dtype: Dtype = Dtype.float32
     max_model_len: int | None = None  # null: the checkpoint's own limit
     drafters: dict[str, str] = field(default_factory=dict)  # method -> default checkpoint
-    # Format of the public weights if it cannot be read here; null for any other checkpoint.
-    quantised: str | None = field(default=None, metadata=OF_CHOICES)
 
 
 @dataclass(slots=True, kw_only=True)

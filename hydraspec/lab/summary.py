@@ -228,5 +228,9 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         },
         "devices": info.devices or [info.device],
         "seed": config.seed,
+        "quantization": {
+            "target": info.quantization,
+            "drafter": (info.draft_spec or {}).get("quantization"),
+        },
         "draft_spec": info.draft_spec,
     }

@@ -263,6 +263,13 @@ class Parallelism(TypedDict):
     num_devices: int
 
 
+class Quantization(TypedDict):
+    """Number formats of quantised matrices by kind, such as q_proj; None: all are float."""
+
+    target: dict[str, str] | None
+    drafter: dict[str, str] | None
+
+
 class Settings(TypedDict):
     """The settings that figures depend on."""
 
@@ -281,6 +288,7 @@ class Settings(TypedDict):
     parallelism: Parallelism
     devices: list[str]
     seed: int
+    quantization: Quantization
     draft_spec: dict[str, object] | None
 
 

@@ -99,10 +99,11 @@ class Attention(Weights):
 
         A layer with its own KV writes keys and values into cache before the cache is read.
         """
+        qkv = self.qkv.forward(x)
+        if shared.query_scale is not None:
+            qkv[:, : self.shape.num_heads * self.shape.head_dim].mul_(shared.query_scale)
         attended = attend_projection(
-            Projection(
-                self.qkv.forward(x), shared.cos, shared.sin, shared.cache_rows, shared.has_padding
-            ),
+            Projection(qkv, shared.cos, shared.sin, shared.cache_rows, shared.has_padding),
             cache,
             shared.plan,
             self.heads,

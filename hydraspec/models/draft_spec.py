@@ -7,6 +7,8 @@ is a field here, checked and logged.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -40,6 +42,7 @@ class DraftSpec:
     notes: tuple[str, ...] = ()  # assumptions made on reading; they go into the summary's warnings
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
     verifier: str | None = None  # the target it was trained for, if the checkpoint names one
+    quantization: Mapping[str, str] | None = None  # of its matrices by kind; None: all are float
 
     def __str__(self) -> str:
         """The fields that differ from their defaults."""
@@ -59,8 +62,13 @@ class DraftSpec:
         )
 
 
+# How names of quantised releases end: -FP8, -FP8-dynamic, -qat-w4a16-ct, _fp8 and so on.
+_QUANTISED = re.compile(r"[-_.](qat|fp8|w[48]a\d+|int[48]|quantized)([-_.].*)?$")
+
+
 def _model_name(checkpoint: str) -> str:
-    """The last part of a folder, hub id or zoo name, in lower case; in a hub cache, the id's."""
+    """The last part of a folder, hub id or zoo name, in lower case and without the ending of a
+    quantised release; in a hub cache, the id's."""
     parts = checkpoint.removeprefix(ZOO_PREFIX).rstrip("/").split("/")
     cached = [part.rsplit("--", 1)[-1] for part in parts if part.startswith("models--")]
-    return (cached or parts)[-1].lower()
+    return _QUANTISED.sub("", (cached or parts)[-1].lower())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from hydraspec_kernels.attention import AttentionPlan, GroupShape, plan_attention
@@ -18,8 +18,15 @@ TARGET_GROUPS = {SLIDING: "sliding", FULL: "full"}
 DRAFT_GROUPS = {SLIDING: "draft_sliding", FULL: "draft_full"}
 MTP_GROUPS = {FULL: "mtp"}
 
-RopeTable = tuple[Tensor, Tensor]  # cosines and signed sines, [T, 1, H] each
 BlockSize: TypeAlias = int | Callable[[str], int]  # tokens of a block, or those by a group's name
+
+
+class RopeTable(NamedTuple):
+    """Rotary table of the rows' positions, and what else of queries depends on positions."""
+
+    cos: Tensor  # [T, 1, H]
+    sin: Tensor  # [T, 1, H], first half negated
+    query_scale: Tensor | None = None  # [T, 1] factors of queries; None: all are 1
 
 
 def group_layers(
@@ -53,6 +60,7 @@ class GroupPass:
     plan: AttentionPlan
     cache_rows: Tensor  # [T] to write, -1 for rows that write none
     has_padding: bool = False  # known on the host: cache_rows may contain -1
+    query_scale: Tensor | None = None  # [T, 1] factors of queries; None: all are 1
     _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
 
     def write(self, cache: Tensor, rows: Tensor) -> None:
@@ -88,5 +96,6 @@ def group_passes(
             dtype,
             rows.query_start_loc,
         )
-        passes[kind] = GroupPass(*tables[kind], plan, rows.slot_mapping[g], rows.has_padding)
+        cos, sin, scale = tables[kind]
+        passes[kind] = GroupPass(cos, sin, plan, rows.slot_mapping[g], rows.has_padding, scale)
     return passes

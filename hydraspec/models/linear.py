@@ -26,7 +26,8 @@ from torch.nn.functional import linear as library_linear
 from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.models.parts import Part, Share, Tensors, Weights, divided, undivided
 from hydraspec.models.place import Place
-from hydraspec.models.quantised import Projection, Slab
+from hydraspec.models.quantised.projection import Projection
+from hydraspec.models.quantised.slab import Slab
 from hydraspec.parallel.vocabulary import Vocabulary
 
 

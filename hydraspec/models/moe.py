@@ -14,12 +14,9 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.models.parts import Part, Tensors, Weight, Weights, divided, held, undivided
 from hydraspec.models.place import Place
-from hydraspec.models.quantised import (
-    ExpertSlab,
-    ExpertStack,
-    Projection,
-    whole_maxima,
-)
+from hydraspec.models.quantised.experts import ExpertSlab, ExpertStack
+from hydraspec.models.quantised.projection import Projection
+from hydraspec.models.quantised.slab import whole_maxima
 
 STACKS = ("gate_up_proj", "down_proj")  # tensors of all experts of a layer
 

@@ -27,8 +27,9 @@ TARGETS: dict[str, str] = {
     "llama": _DENSE,
     "mimo": _DENSE,
     "ministral": _DENSE,
+    "ministral3": _DENSE,
     "mistral": _DENSE,
-    "mistral3": _DENSE,  # a multimodal wrapper around mistral
+    "mistral3": _DENSE,  # a multimodal wrapper around mistral or ministral3
     "qwen2": _DENSE,
     "qwen3": _DENSE,
 }

@@ -6,7 +6,7 @@ Both published layouts are read: `rope_theta` beside `rope_scaling`, and one `ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from hydraspec.models.checkpoint.config_reader import ConfigReader
 DEFAULT_THETA = 10_000.0
 MIN_THETA = 2.0  # released ones are above 1,000; YaRN divides by the logarithm
 MAX_GAIN = 1e4  # of cosines and sines: released ones are below 3, and scores have its square
+BETA, LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 class Rope(NamedTuple):
@@ -27,10 +28,30 @@ class Rope(NamedTuple):
     # YaRN's factor of cosines and sines. Query and key both carry it, so that folding its square
     # into the score scale leaves the table plain.
     gain: float
+    query_beta: float = 0.0  # growth of queries with their positions; 0: none
+    query_length: int = 1  # positions over which they keep their size
+
+    def query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Factors [T, 1] of queries at positions p [T], as Llama 4 scales them for long contexts:
+        1 + beta * log(1 + floor(p / length)); None if all are 1.
+        """
+        if not self.query_beta:
+            return None
+        steps = positions.div(self.query_length, rounding_mode="floor")
+        return (steps.float().log1p_() * self.query_beta + 1).to(dtype)[:, None]
 
 
-def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
-    """Rotary frequencies of a raw config. Raises CheckpointError for unsupported scalings."""
+def read_rope(
+    reader: ConfigReader,
+    head_dim: int,
+    max_position_embeddings: int,
+    known: Collection[str] | None = None,
+) -> Rope:
+    """Rotary frequencies of a raw config. Raises CheckpointError for unsupported scalings.
+
+    known: the rotary parameters of a family that has no others, and scales queries if BETA is among
+    them; None: others are ignored.
+    """
     key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     values = reader.get(key, {})
     if not isinstance(values, Mapping) or any(isinstance(v, Mapping) for v in values.values()):
@@ -42,8 +63,17 @@ def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int)
     part = ConfigReader(
         {"rope_theta": reader.get("rope_theta", DEFAULT_THETA)} | dict(values), reader.where
     )
-    part.defaults = {"original_max_position_embeddings": max_position_embeddings}
-    return scaled(part, head_dim)
+    part.defaults = {LENGTH: max_position_embeddings}
+    rope, full = scaled(part, head_dim), reader.part(key, values)
+    for name in values if known is not None else ():
+        if name not in known:
+            raise full.fail(f"{key}.{name}", f"only {', '.join(sorted(known))}")
+    if not values.get(BETA):
+        return rope
+    if known is None or BETA not in known:
+        raise full.fail(f"{key}.{BETA}", "0 or nothing: queries are not scaled")
+    beta = full.number(f"{key}.{BETA}", most=MAX_GAIN)
+    return rope._replace(query_beta=beta, query_length=full.count(f"{key}.{LENGTH}"))
 
 
 def _plain(reader: ConfigReader, head_dim: int) -> Rope:
@@ -64,7 +94,7 @@ def _llama3(reader: ConfigReader, head_dim: int) -> Rope:
     context are divided by `factor`, those above high_freq_factor kept, those between blended.
     """
     theta = rope_frequencies(head_dim, reader.number("rope_theta", least=MIN_THETA))
-    factor, original = reader.number("factor"), reader.number("original_max_position_embeddings")
+    factor, original = reader.number("factor"), reader.number(LENGTH)
     low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
     if not low < high:
         raise reader.fail("high_freq_factor", f"a number above low_freq_factor, which is {low:g}")
@@ -78,7 +108,7 @@ def _yarn(reader: ConfigReader, head_dim: int) -> Rope:
     section 3.4's temperature as a gain of cosines and sines.
     """
     base, factor = reader.number("rope_theta", least=MIN_THETA), reader.number("factor")
-    original = reader.number("original_max_position_embeddings")
+    original = reader.number(LENGTH)
     if reader.get("attention_factor") is not None:
         gain = reader.number("attention_factor", most=MAX_GAIN)
     elif reader.get("mscale") and reader.get("mscale_all_dim"):

@@ -14,7 +14,8 @@ from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.models.checkpoint.quantization_config import read_schemes
 from hydraspec.models.checkpoint.quantized_tensors import describe, schemes_of
-from hydraspec.models.checkpoint.reader import Checkpoint, listed, load_tensors
+from hydraspec.models.checkpoint.reader import Checkpoint, listed
+from hydraspec.models.checkpoint.tensors import load_tensors
 from hydraspec.models.moe import one_by_one
 from hydraspec.models.parts import Part, Tensors, Weight, Weights, held
 

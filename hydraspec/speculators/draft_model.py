@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +86,8 @@ class DraftModelSpeculator(BaseSpeculator):
     def load(self, target: TargetModel) -> None:
         self.dtype = target.dtype
         self.head = self.load_draft_model(target, self._checkpoint())
-        self.spec = self.head.spec
+        stored = getattr(self.head, "quantization", None)  # heads of plugins may have none
+        self.spec = self.head.spec = replace(self.head.spec, quantization=stored)
         self.aux_layer_ids = self.head.spec.aux_layer_ids
 
     def _checkpoint(self) -> str:

@@ -228,7 +228,7 @@ def _settings(run: Run, *, load: bool) -> dict[str, object]:
     recorded = (*SETUP, *LOAD) if load else SETUP
     found = {key: summary[key] for key in recorded if key in summary}
     for key, value in run.settings.items():
-        if key == "target.quantised" or (key.partition(".")[0] in GROUPS and key not in LEFT_OUT):
+        if key.partition(".")[0] in GROUPS and key not in LEFT_OUT:
             found[key] = value
     return found
 

@@ -12,7 +12,7 @@ import pytest
 import records
 from fuzz_cases import Case, Choices
 from fuzz_ranks import Happened, check_case_on_ranks, run_case_on_ranks
-from fuzz_stages import PAIRS, ZOO_PAIRS, Pair, stage
+from fuzz_stages import PAIRS, QUANTISED_PAIRS, ZOO_PAIRS, Pair, stage
 from graph_runs import Run, graph_config, run_requests, zoo_requests
 from side_by_side import assert_same_run, run_alone
 from thread_ranks import as_ranks
@@ -63,10 +63,12 @@ def small_case(number: int, pair: Pair, dtype: Dtype = Dtype.float64) -> Case:
     )
 
 
-def test_two_ranks_give_what_one_process_gives() -> None:
-    """Bitwise: in float64 no choice of these cases is within rounding of another."""
+@pytest.mark.parametrize("pairs", [ZOO_PAIRS, QUANTISED_PAIRS], ids=["float", "quantised"])
+def test_two_ranks_give_what_one_process_gives(pairs: tuple[Pair, ...]) -> None:
+    """Bitwise: in float64 no choice of these cases is within rounding of another, and no input of
+    a quantised matrix within rounding of the border between two numbers."""
     happened = Happened()
-    for number, pair in enumerate(ZOO_PAIRS):
+    for number, pair in enumerate(pairs):
         check_case_on_ranks(small_case(number, pair), 2, happened)
     assert happened.num_preempted
     assert happened.num_chunked

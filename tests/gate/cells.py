@@ -43,8 +43,7 @@ def run(setting: Setting) -> PartResult:
     cells = [*typed_cells(found), *covered_cells(found)]
     names = setting.chosen(cell.name for cell in cells)
     chosen = [cell for cell in cells if cell.name in names]
-    twins = {cell.twin for cell in chosen}
-    mirrored = [cell for cell in cells if cell.name in twins]
+    mirrored = list({cell.twin: cell.mirrored for cell in chosen}.values())
     with ThreadPoolExecutor(2) as both:
         wanted = both.submit(_run_side, setting, mirrored, "cpu", setting.cpu_processes)
         ours = both.submit(

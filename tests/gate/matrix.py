@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -39,6 +39,23 @@ class Cell:
         """Name of the CPU's run: float32's, also for bfloat16."""
         return self.name.replace("bfloat16", "float32")
 
+    @property
+    def mirrored(self) -> Cell:
+        """The cell that the CPU runs."""
+        overrides = tuple(each.replace("bfloat16", "float32") for each in self.overrides)
+        return replace(self, name=self.twin, overrides=overrides, dtype="float32")
+
+
+ROUNDED = "_fp8"  # in names of targets whose activations are rounded to FP8
+PACKED = "_w4a16"  # in names of targets with packed weights, whose activations are not
+# Quantised pairs that the covering set crosses; all are typed.
+CROSSED = [("tiny_gemma4_w4a16", "gemma4_mtp")]
+
+
+def is_quantised(target: str) -> bool:
+    """Returns whether a target's weights are quantised."""
+    return ROUNDED in target or PACKED in target
+
 
 def pairs(tree: Path) -> list[tuple[str, str]]:
     """Every tiny target with every drafter that its YAML names."""
@@ -49,8 +66,17 @@ def pairs(tree: Path) -> list[tuple[str, str]]:
     return found
 
 
+def crossed_pairs(found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The pairs that the covering set crosses."""
+    return [pair for pair in found if pair in CROSSED or not is_quantised(pair[0])]
+
+
 def typed_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
-    """The command of the README for each pair, in float32 and bfloat16."""
+    """The command of the README for each pair, in float32 and bfloat16.
+
+    Rounding of activations carries sums that differ in their last bits a step of FP8 apart: such
+    targets run in bfloat16, beside which the CPU's float32 excuses rounding.
+    """
     return [
         Cell(
             name=f"cli-{target}-{method}-{dtype}",
@@ -60,6 +86,7 @@ def typed_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
         )
         for dtype in ("float32", "bfloat16")
         for target, method in found
+        if dtype == "bfloat16" or ROUNDED not in target
     ]
 
 
@@ -81,9 +108,10 @@ def factors(found: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
 
 def covered_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
     """The covering set as cells, numbered; the same on every machine."""
-    split = {f"{target}-{method}": (target, method) for target, method in found}
+    crossed = crossed_pairs(found)
+    split = {f"{target}-{method}": (target, method) for target, method in crossed}
     cells = []
-    for number, row in enumerate(covering_set(factors(found))):
+    for number, row in enumerate(covering_set(factors(crossed))):
         target, method = split[row["pair"]]
         greedy = row["sampling"] == "greedy"
         cells.append(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_targets import edit_config, rewrite
 
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models.checkpoint import reader
+from hydraspec.models.checkpoint import reader, tensors
 from hydraspec.models.checkpoint.reader import MAX_LISTED
 
 WEIGHTS = "model.safetensors"
@@ -276,7 +276,7 @@ def test_weights_stream_one_tensor_at_a_time(saved: Path, monkeypatch: pytest.Mo
             weakref.finalize(tensor, gone)
             return tensor
 
-    monkeypatch.setattr(reader, "safe_open", Watched)
+    monkeypatch.setattr(tensors, "safe_open", Watched)
     target = load(saved)
     sizes = [v.nbytes for v in load_file(saved / WEIGHTS).values()]
     assert alive == 0

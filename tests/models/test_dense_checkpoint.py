@@ -293,7 +293,7 @@ def test_a_window_that_is_turned_off(tmp_path: Path) -> None:
 
 
 def test_a_wrapper_around_another_text_model_is_named(mistral: Path) -> None:
-    edit_config(mistral, model_type="mistral3", text_config={"model_type": "ministral3"})
-    with pytest.raises(CheckpointError, match="model_type is 'ministral3'; expected a dense"):
+    edit_config(mistral, model_type="mistral3", text_config={"model_type": "ministral9"})
+    with pytest.raises(CheckpointError, match="model_type is 'ministral9'; expected a dense"):
         load(mistral)
     assert open_checkpoint(str(mistral)).config["model_type"] == "mistral3"

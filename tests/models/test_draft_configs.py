@@ -141,6 +141,11 @@ def test_null_at_the_top_leaves_the_nested_flag(tmp_path: Path) -> None:
         ("zoo:tiny_qwen3", "here/tiny_qwen3", True),
         ("Qwen/Qwen3-8B", "/hub/models--Qwen--Qwen3-8B/snapshots/0a1b", True),
         ("", "Qwen/Qwen3-8B", True),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8", True),
+        ("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-FP8-block", True),
+        ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-qat-w4a16-ct", True),
+        ("zoo:tiny_gemma4", "zoo:tiny_gemma4_fp8", True),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B-FP8", False),
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", False),
     ],
 )

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydraspec.models.checkpoint import mistral_names, reader
-from hydraspec.models.checkpoint.reader import Checkpoint, load_tensors
+from hydraspec.models.checkpoint import mistral_names, tensors
+from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.checkpoint.tensors import load_tensors
 from hydraspec.models.parts import Part, Share, Tensors, divided, held, memory_bytes
 from hydraspec.models.place import Place
 from hydraspec.models.weights import randomise
@@ -95,7 +96,7 @@ def test_what_is_divided_is_never_read_whole(
     randomise(whole, 3)
     save_file({k: held(v).contiguous() for k, v in whole.items()}, tmp_path / "model.safetensors")
     read: list[str] = []
-    true_open = reader.safe_open
+    true_open = tensors.safe_open
 
     @contextmanager
     def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -104,7 +105,7 @@ def test_what_is_divided_is_never_read_whole(
             wrapped.get_tensor = lambda name: read.append(name) or file.get_tensor(name)
             yield wrapped
 
-    monkeypatch.setattr(reader, "safe_open", opened)
+    monkeypatch.setattr(tensors, "safe_open", opened)
     mine = weights(Place(torch.float64, torch.device("cpu"), Rank(1, 2)))
     load_tensors(Checkpoint(tmp_path, {}, {}), mine, lambda name: name, lambda name: False)
     assert sorted(read) == [k for k, v in sorted(mine.items()) if not isinstance(v, Part)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,9 @@ from hydraspec.config.choices import choices_of, shipped_shapes
 from hydraspec.config.derive import BESIDE
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.errors import CheckpointError, ConfigurationError
+from hydraspec.models.checkpoint.quantization_config import read_schemes
 from hydraspec.models.checkpoint.reader import SHAPES, open_checkpoint, resolve_folder
+from hydraspec.models.dense.config import read_dense_config
 from hydraspec.models.gemma4.assistant_config import read_assistant
 from hydraspec.models.gemma4.config import FULL, Gemma4Config, read_gemma4_config
 
@@ -23,6 +26,7 @@ PUBLISHED = {
     "gemma4_e4b": (42, 7, 18, 2560, 0),
     "gemma4_26b_a4b": (30, 5, 0, 2816, 128),
     "gemma4_31b": (60, 10, 0, 5376, 0),
+    "gemma4_31b_fp8": (60, 10, 0, 5376, 0),
 }
 
 
@@ -49,7 +53,8 @@ def test_a_shape_is_that_of_the_release(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_its_assistant_fits(name: str) -> None:
     """Its queries read the target's cache: heads must be as wide, and share as many KV heads."""
-    target, (_, assistant) = read(name), read_assistant(f"shape:{name}-assistant")
+    target = read(name)
+    _, assistant = read_assistant(f"shape:{name.removesuffix('_fp8')}-assistant")
     assert assistant.backbone_hidden_size == target.hidden_size
     assert assistant.text.vocab_size == target.vocab_size
     assert assistant.text.sliding_window == target.sliding_window
@@ -123,15 +128,45 @@ def test_a_drafter_that_is_not_public_comes_with_the_shape() -> None:
 
 
 @pytest.mark.parametrize("target", ["deepseek_v3", "mistral_medium_3_5"])
-def test_a_quantised_release_is_refused_before_it_is_downloaded(target: str) -> None:
-    """It is hundreds of gigabytes, and nothing of it could be read."""
-    with pytest.raises(ConfigurationError) as caught:
-        one(f"target={target}")
-    for part in ("has weights in fp8", "float weights", "add target.weights=random", "conversion"):
-        assert part in str(caught.value)
+def test_a_quantised_release_is_planned_as_any_other(target: str) -> None:
+    assert one(f"target={target}").target.weights is Weights.checkpoint
     assert one(f"target={target}", "target.weights=random").target.checkpoint == f"shape:{target}"
     conversion = one(f"target={target}", "target.checkpoint=/models/bf16").target
-    assert (conversion.checkpoint, conversion.quantised) == ("/models/bf16", None)
+    assert conversion.checkpoint == "/models/bf16"
+
+
+def test_the_release_of_mistral_medium_is_the_shape_in_fp8() -> None:
+    """Hugging Face's files: a wrapper around ministral3, and the keys of its quantisation."""
+    shape = open_checkpoint("shape:mistral_medium_3_5").config
+    keys = ("rope_scaling", "rope_theta", "model_type", "sliding_window")
+    text = {key: value for key, value in shape.items() if key not in keys}
+    rope = {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}
+    text |= {"model_type": "ministral3", "rope_parameters": shape["rope_scaling"] | rope}
+    formats = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }
+    config = {"model_type": "mistral3", "text_config": text, "quantization_config": formats}
+    found, expected = (read_dense_config(each, "release") for each in (config, shape))
+    assert replace(found, model_type="mistral", rope=expected.rope) == expected
+    assert found.rope.theta.equal(expected.rope.theta)
+    assert found.rope.gain == expected.rope.gain
+    schemes = read_schemes(config, "release")
+    assert schemes is not None
+    module = "model.language_model.layers.0.mlp.up_proj"
+    assert str(schemes.of(module)) == "fp8 per tensor, inputs static"
+    for kept in ("lm_head", "model.vision_tower.transformer.layers.0.attention.q_proj"):
+        assert schemes.of(kept) is None
+
+
+def test_a_quantised_shape_has_the_drafters_of_the_float_one() -> None:
+    drafters = one("target=gemma4_31b_fp8", "target.weights=random").target.drafters
+    assert drafters == one("target=gemma4_31b", "target.weights=random").target.drafters
+    float_, fp8 = (open_checkpoint(f"shape:{n}").config for n in ("gemma4_31b", "gemma4_31b_fp8"))
+    assert fp8.pop("quantization_config")["format"] == "float-quantized"
+    assert fp8 == float_
 
 
 def test_a_shape_may_be_given_as_it_is() -> None:

@@ -46,6 +46,11 @@ A4B = text_config(
     top_k_experts=2,
     moe_intermediate_size=12,
 )
+YARN = {  # of Mistral Medium 3.5
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, "beta_fast": 4.0, "beta_slow": 1.0},
+    **{"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.0},
+    "llama_4_scaling_beta": 0,
+}
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 RELEASED_SHAPES = {
     "31B: k_eq_v and global KV heads": ("gemma4", text_config(attention_k_eq_v=True)),
@@ -62,6 +67,7 @@ RELEASED_SHAPES = {
             **WINDOWS,
         ),
     ),
+    "ministral3": ("ministral3", small(num_hidden_layers=4, rope_parameters=YARN)),
     "qwen2": ("qwen2", small(num_hidden_layers=4, **WINDOWS)),
     "qwen3": ("qwen3", small(num_hidden_layers=4, **WINDOWS)),
 }

@@ -78,6 +78,15 @@ ZOO_PAIRS = (
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),
     Pair("tiny_deepseek", "mtp"),
 )
+QUANTISED_PAIRS = (
+    Pair("tiny_gemma4_fp8", "gemma4_mtp", "zoo:tiny_gemma4-assistant"),
+    Pair("tiny_gemma4_fp8", "eagle3", "zoo:tiny_gemma4_fp8-eagle3"),
+    Pair("tiny_gemma4_w4a16", "peagle", "zoo:tiny_gemma4-peagle"),
+    Pair("tiny_gemma4_moe_fp8", "gemma4_mtp", "zoo:tiny_gemma4_moe-assistant"),
+    Pair("tiny_qwen3_fp8", "eagle3", "zoo:tiny_qwen3-eagle3"),
+    Pair("tiny_mistral_fp8", "eagle", "zoo:tiny_mistral_fp8-eagle"),
+    Pair("tiny_deepseek_fp8", "mtp"),
+)
 RANDOM_PAIRS = (
     *(Pair(f"random {name}", "gemma4_mtp", "assistant") for name in RANDOM_GEMMAS),
     Pair("random eagle on llama", "eagle", "drafter"),

@@ -65,7 +65,7 @@ FAMILIES = {
         is_relaid=lambda seed: seed % 3 == 0,
         num_shapes=36,
     ),
-    **{name: _dense(name) for name in (*DENSE, "ministral")},
+    **{name: _dense(name) for name in (*DENSE, "ministral", "ministral3")},
 }
 
 

@@ -34,6 +34,11 @@ ONE_AT_A_TIME = (
     "workload.concurrency and engine.max_num_seqs have no effect (assisted generation takes "
     "batches of 1 only)"
 )
+ROUNDS_OTHERWISE = (
+    "engine=transformers reads quantised weights its own way, and may round the rows that they "
+    "multiply otherwise than the checkpoint says, or not at all: outputs may differ from native "
+    "ones"
+)
 
 
 class TransformersEngine(Engine):
@@ -170,6 +175,9 @@ def _info(parts: TransformersParts) -> EngineInfo:
     if requested != "none":
         reason = "engine=transformers runs its steps eagerly"
         log_once(f"cudagraph={requested} is not used: {reason}")
+    if parts.quantization is not None:
+        warnings.append(ROUNDS_OTHERWISE)
+        log.warning(ROUNDS_OTHERWISE)
     spec: dict[str, object] | None = None
     if parts.assistant is not None:
         if config.workload.concurrency != 1:
@@ -197,5 +205,6 @@ def _info(parts: TransformersParts) -> EngineInfo:
         cudagraph={"requested": requested, "target": "none", "draft": "none", "reason": reason},
         memory_bytes=memory,
         draft_spec=spec,
+        quantization=parts.quantization,
         warnings=warnings,
     )

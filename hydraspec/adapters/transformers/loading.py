@@ -4,7 +4,7 @@ safetensors only; code in a folder is never run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.engine.machine import pick_device, set_num_threads
+from hydraspec.models.checkpoint.quantized_tensors import read_elsewhere
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint
 from hydraspec.models.gemma4.assistant_config import read_assistant
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +38,7 @@ class TransformersParts:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     suppress_token_ids: tuple[int, ...]
+    quantization: Mapping[str, str] | None = None  # of the target's matrices, by kind
 
 
 def load_parts(config: RunConfig) -> TransformersParts:
@@ -74,6 +76,7 @@ def load_parts(config: RunConfig) -> TransformersParts:
         max_positions=text.max_position_embeddings,
         eos_token_ids=opened.token_ids("eos_token_id", text.vocab_size),
         suppress_token_ids=suppressed,
+        quantization=read_elsewhere(opened),
     )
 
 
@@ -120,12 +123,17 @@ def _load_model(
             f"checkpoint folder {str(folder)!r} has no config.json; engine=transformers reads "
             "Hugging Face's layout only: convert the folder, or choose engine=native"
         )
+    if weights is Weights.random and opened.is_quantised:
+        raise CheckpointError(
+            f"config.json of {str(folder)!r} names a quantization_config, and transformers draws "
+            "random weights in float only: give weights=checkpoint, or choose engine=native"
+        )
     if weights is Weights.checkpoint:
         opened.entries()  # refuses files that are missing, cut short or no safetensors
     try:
         with _without_its_own_output():
             model, report = _from_transformers(str(folder), weights, dtype, config.seed)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, KeyError, OSError, RuntimeError) as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise CheckpointError(
             f"transformers cannot load {str(folder)!r} ({type(error).__name__}: {reason}): see the "

@@ -275,6 +275,7 @@ def _info(parts: VllmParts) -> EngineInfo:
         cudagraph=_cudagraph(config.cudagraph.name, parts.cudagraph_mode, drafts),
         prefix_caching=_prefix_caching(parts),
         memory_bytes=parts.memory_bytes,
+        quantization=parts.quantization,
         draft_spec={"drafter": config.method.checkpoint, "read_by": "vllm"} if drafts else None,
         warnings=warnings,
     )

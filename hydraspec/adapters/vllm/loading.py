@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.machine import GIB, pick_device
 from hydraspec.models.checkpoint.config_reader import text_part
+from hydraspec.models.checkpoint.quantized_tensors import read_elsewhere
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint, resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
@@ -64,6 +65,7 @@ class VllmParts:
     cudagraph_mode: str
     memory_bytes: dict[str, int]
     warnings: list[str]
+    quantization: Mapping[str, str] | None = None  # of the target's matrices, by kind
 
 
 class Environment:
@@ -358,6 +360,7 @@ def _parts(
         max_model_len=int(found.model_config.max_model_len),
         cudagraph_mode=str(found.compilation_config.cudagraph_mode.name).lower(),
         memory_bytes=_memory_bytes(engine),
+        quantization=read_elsewhere(opened),
         warnings=(
             unequal_weights(engine, opened) if config.target.weights is Weights.random else []
         ),

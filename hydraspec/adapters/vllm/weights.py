@@ -25,8 +25,8 @@ from hydraspec.models.weights import EMPTY, drawn_whole
 LOAD_FORMAT = "hydraspec"  # name of this loader in vLLM
 EXTENSION = "hydraspec.adapters.vllm.worker.Extension"  # imported by every worker process
 DUMMY_WEIGHTS = (
-    "vLLM keeps its dummy weights, since the native engine does not know the target: activations "
-    "may become zeros, which take less time to multiply"
+    "vLLM keeps its dummy weights, since the native engine draws none for it (an unknown or a "
+    "quantised target): activations may become zeros, which take less time to multiply"
 )
 UNFILLED = "hydraspec_unfilled"  # the extension's method
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)  # types of weights that are not quantised
@@ -34,8 +34,9 @@ _PACKED = ".mlp.experts."  # of DeepSeek, whose experts vLLM reads one by one
 
 
 def is_known(opened: Checkpoint) -> bool:
-    """Returns whether the native engine draws weights for targets of this model_type."""
-    return opened.config.get("model_type") in TARGETS
+    """Returns whether the native engine draws weights for this target as vLLM reads them: those of
+    quantised matrices differ by engine."""
+    return opened.config.get("model_type") in TARGETS and not opened.is_quantised
 
 
 def random_weights(

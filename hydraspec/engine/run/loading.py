@@ -330,6 +330,9 @@ def _info(
     config, target, spec = models.config, models.target, models.speculator.spec
     device = target.device
     notes: list[str] = []
+    stored = getattr(target, "quantization", None)  # a plugin's target may not say
+    if stored is not None:
+        log.info("target: quantization=%s", stored)
     if spec is not None:
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)
@@ -353,5 +356,6 @@ def _info(
         memory_bytes=memory_bytes,
         devices=[torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
         draft_spec=None if spec is None else asdict(spec),
+        quantization=stored,
         warnings=[*warnings, *notes],
     )

@@ -50,13 +50,18 @@ _SAME_MEANING = {
 }
 _YARN = {"factor": "factor", "alpha": "beta_slow", "beta": "beta_fast"}
 _YARN |= {"original_max_position_embeddings": "original_max_position_embeddings"}
-_UNSUPPORTED = ("moe", "llama_4_scaling", "q_lora_rank", "kv_lora_rank")
+_YARN |= {"apply_scale": "attention_factor"}
+_GROWTH = {"beta": "llama_4_scaling_beta"}  # of queries with their positions
+_GROWTH |= {"original_max_position_embeddings": "original_max_position_embeddings"}
+_UNSUPPORTED = ("moe", "q_lora_rank", "kv_lora_rank")
 _NO_ROPE_SCALING: tuple[dict[str, str], ...] = ({}, {"rope_type": "default"}, {"type": "default"})
 EOS = 2  # </s> of every Mistral tokenizer; params.json does not say
 
 
 def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """params.json as a Hugging Face config of model_type mistral. Raises CheckpointError."""
+    """params.json as a Hugging Face config of model_type mistral, or of ministral3, which scales
+    queries. Raises CheckpointError.
+    """
     for key in _UNSUPPORTED:
         if params.get(key) is not None:
             raise CheckpointError(
@@ -69,25 +74,42 @@ def config_of_params(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     theta = params.get("rope_theta") or (1e6 if window is None else 1e4)  # as mistral-inference
     length = params.get("max_position_embeddings") or params.get("max_seq_len") or 128_000
     config |= {
-        "model_type": "mistral",
+        "model_type": "ministral3" if params.get("llama_4_scaling") else "mistral",
         "rope_theta": theta,
         "max_position_embeddings": length,
         "tie_word_embeddings": bool(params.get("tied_embeddings", False)),
         "eos_token_id": EOS,
     }
-    yarn = params.get("yarn")
-    if yarn and not isinstance(yarn, Mapping):
-        raise CheckpointError(
-            f"params.json of {where!r}: yarn is {yarn!r}; expected an object: mend the config"
-        )
-    if yarn:
-        config["rope_scaling"] = {"rope_type": "yarn"}
-        config["rope_scaling"] |= {_YARN[key]: yarn[key] for key in yarn.keys() & _YARN.keys()}
-        if not yarn.get("apply_scale", True):
-            config["rope_scaling"]["attention_factor"] = 1.0
+    yarn = _renamed(params, "yarn", _YARN, where)
+    growth = _renamed(params, "llama_4_scaling", _GROWTH, where)
+    if not yarn.pop("attention_factor", True):
+        yarn["attention_factor"] = 1.0
+    for key in yarn.keys() & growth.keys():
+        if yarn[key] != growth[key]:
+            raise CheckpointError(
+                f"params.json of {where!r}: llama_4_scaling.{key} is {shown(growth[key])}, and "
+                f"yarn.{key} {shown(yarn[key])}; expected the same in both: mend the config"
+            )
+    if yarn or growth:
+        config["rope_scaling"] = {"rope_type": "yarn" if yarn else "default"} | yarn | growth
     if params.get("quantization"):
         config["quantization_config"] = _quantization(params["quantization"], where)
     return config
+
+
+def _renamed(
+    params: Mapping[str, Any], key: str, names: Mapping[str, str], where: str
+) -> dict[str, Any]:
+    """The object under a key by Hugging Face's names, {} if there is none. Raises CheckpointError
+    for keys that are not in `names`.
+    """
+    values = params.get(key) or {}
+    if not isinstance(values, Mapping) or values.keys() - names.keys():
+        raise CheckpointError(
+            f"params.json of {where!r}: {key} is {shown(values)}; expected an object with "
+            f"{', '.join(names)}: mend the config, or give the Hugging Face files of this release"
+        )
+    return {names[name]: value for name, value in values.items()}
 
 
 def _quantization(values: object, where: str) -> dict[str, Any]:

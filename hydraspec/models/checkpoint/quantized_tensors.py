@@ -18,10 +18,10 @@ from safetensors import safe_open
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.quantization import PER_INT32, Scheme, tensor_name
-from hydraspec.models.checkpoint.quantization_config import Schemes, read_schemes
+from hydraspec.models.checkpoint.quantization_config import Schemes, found_formats, read_schemes
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
+from hydraspec.models.checkpoint.tensors import FLOATS
 
-FLOATS = ("F64", "F32", "BF16", "F16")
 _DATA = ("weight", "weight_packed")
 _STACKED = re.compile(r"(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(.+))?\Z")
 _STACKED_PARTS = {None: "weight", "scale_inv": "weight_scale_inv"}
@@ -69,8 +69,9 @@ class _Module:
 
 def schemes_of(checkpoint: Checkpoint) -> dict[str, Scheme]:
     """The scheme of every quantised matrix by its module's name among `checkpoint.entries()`; a
-    stack of experts has the name of its tensor. Empty if all weights are float: the config then
-    says nothing about them, such as a drafter's that repeats its target's.
+    stack of experts has the name of its tensor. Empty if all weights are float, whatever the config
+    says (a drafter's may repeat its target's), and if it names no format: the loader then refuses
+    numbers that are not float.
 
     Raises CheckpointError: a format that is not understood, or tensors that do not fit the config.
     """
@@ -78,11 +79,9 @@ def schemes_of(checkpoint: Checkpoint) -> dict[str, Scheme]:
     modules = _modules(entries)
     where = str(checkpoint.folder)
     marked = [name for name, module in modules.items() if _is_marked(module)]
-    if not marked:
-        return {}
-    schemes = read_schemes(checkpoint.config, where)
+    schemes = read_schemes(checkpoint.config, where) if marked else None
     if schemes is None:
-        raise _unannounced(where, {name: modules[name] for name in marked})
+        return {}
     problems: dict[str, list[str]] = defaultdict(list)
     shapes = _packed_shapes({name: modules[name] for name in marked})
     found = {}
@@ -102,7 +101,7 @@ def schemes_of(checkpoint: Checkpoint) -> dict[str, Scheme]:
 def _modules(entries: Mapping[str, TensorEntry]) -> dict[str, _Module]:
     """Tensors by module, those alone that may belong to a quantised matrix."""
     found: dict[str, _Module] = defaultdict(_Module)
-    for name, entry in entries.items():
+    for name, entry in sorted(entries.items()):
         stacked = _STACKED.match(name)
         if stacked is not None and stacked[2] in _STACKED_PARTS:
             module = found[stacked[1]]
@@ -119,19 +118,6 @@ def _modules(entries: Mapping[str, TensorEntry]) -> dict[str, _Module]:
 def _is_marked(module: _Module) -> bool:
     """Returns whether a module has a sign of quantisation: a scale, or data that are not float."""
     return not module.is_float or len(module.tensors) > 1
-
-
-def _unannounced(where: str, modules: Mapping[str, _Module]) -> CheckpointError:
-    names = [
-        f"{module.name(stem, part)} ({entry.dtype})"
-        for stem, module in modules.items()
-        for part, entry in module.tensors.items()
-    ]
-    return CheckpointError(
-        f"checkpoint {where!r} is quantised: {listed(names)}; config.json names no "
-        "quantization_config, so that nothing says how: expected float weights (F64, F32, BF16 or "
-        "F16), or that key: use the unquantised release, or mend config.json"
-    )
 
 
 def _packed_shapes(modules: Mapping[str, _Module]) -> dict[str, tuple[int, ...]]:
@@ -229,6 +215,18 @@ def _measured(
             found = f"{full} is {list(entry.shape)}, the config makes it {list(shape)}"
             problems["misshapen"].append(found)
     return scheme if sum(map(len, problems.values())) == before else None
+
+
+def read_elsewhere(checkpoint: Checkpoint) -> Mapping[str, str] | None:
+    """What `describe` says of a folder that another engine reads; a format that is not understood
+    here goes by the name of its method."""
+    values = found_formats(checkpoint.config, str(checkpoint.folder))
+    if values is None:
+        return None
+    try:
+        return describe(schemes_of(checkpoint))
+    except CheckpointError:
+        return {"matrices": str(values.get("quant_method"))}
 
 
 def describe(schemes: Mapping[str, Scheme]) -> dict[str, str] | None:

@@ -7,14 +7,12 @@ The module knows the Hugging Face folder layout and Mistral's, and nothing about
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,12 +21,10 @@ from hydraspec.models.checkpoint import mistral_names
 from hydraspec.models.checkpoint.config_reader import number_that_is_not_finite, shown, text_part
 from hydraspec.models.checkpoint.hub import download
 from hydraspec.models.checkpoint.quantization_config import found_formats
-from hydraspec.models.parts import Part, Weight, held
+from hydraspec.models.checkpoint.twins import TWINS, twin_folder
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_FLOATS = ("F64", "F32", "BF16", "F16")
-_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 MAX_LISTED = 10  # names a message lists before it only counts
 
 
@@ -126,7 +122,10 @@ def resolve_folder(checkpoint: str) -> Path:
 def _packaged_folder(prefix: str, root: Path, name: str) -> Path:
     if any((root / name / config).is_file() for config in ("config.json", "params.json")):
         return root / name
+    if prefix == ZOO_PREFIX and name in TWINS:
+        return twin_folder(name)
     known = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    known += sorted(TWINS) if prefix == ZOO_PREFIX else []
     where = "in the zoo; it holds" if prefix == ZOO_PREFIX else "in the package; its shapes are"
     raise CheckpointError(
         f"checkpoint '{prefix}{name}' is not {where} {', '.join(known) or 'nothing yet'}"
@@ -292,108 +291,3 @@ def listed(names: list[str]) -> str:
     """Text with the first MAX_LISTED names, and how many more there are."""
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def load_tensors(
-    checkpoint: Checkpoint,
-    wanted: Mapping[str, Weight],
-    canonical: Callable[[str], str | None],
-    ignored: Callable[[str], bool],
-) -> None:
-    """Copies every wanted tensor (canonical name -> destination of the checkpoint's shape, or a
-    rank's part of it) from the files.
-
-    canonical maps a file's name to the canonical one (None: not part of this model); ignored tells
-    which canonical names may be left over. Files are read one after the other, each opened once;
-    one tensor is held at a time. Destinations of other pipeline stages, which have no memory, are
-    only checked.
-    Raises CheckpointError listing what is missing, surplus or misshapen before anything is read,
-    and NaN and infinities once all is.
-    """
-    entries: dict[str, TensorEntry] = {}
-    for name, entry in checkpoint.entries().items():
-        ours = canonical(name)
-        if ours is not None:
-            entries[ours] = entry
-    _check_entries(checkpoint.folder, entries, wanted, ignored)
-    wanted = {name: weight for name, weight in wanted.items() if not held(weight).is_meta}
-    by_file: dict[Path, list[str]] = {}
-    for name in wanted:
-        by_file.setdefault(entries[name].file, []).append(name)
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as opened:
-            for name in names:
-                tensor = _read(opened, entries[name], wanted[name])
-                held(wanted[name]).copy_(tensor)
-                del tensor
-    _check_finite(checkpoint.folder, {name: held(weight) for name, weight in wanted.items()})
-
-
-def _read(opened: Any, entry: TensorEntry, weight: Weight) -> Tensor:
-    """The slice that `weight` holds of a tensor in an open file: only a part's pages are read,
-    unless rows are to be reordered, which takes the whole tensor.
-    """
-    if isinstance(weight, Part) and entry.convert is None:
-        return weight.read(opened.get_slice(entry.name).__getitem__)
-    whole: Tensor = opened.get_tensor(entry.name)
-    if entry.convert is not None:
-        whole = entry.convert(whole)
-    return weight.read(whole.__getitem__) if isinstance(weight, Part) else whole
-
-
-def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError for NaN or infinity in the weights, which are read where they are,
-    without copies and with one wait for the device.
-    """
-    floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
-    floats = {k: t for k, t in floats.items() if t.dtype.itemsize > 1}  # e4m3: no such operators
-    flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
-    if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
-        return
-    broken = [name for name, flag in zip(floats, flags, strict=True) if not flag]
-    in_half = floats[broken[0]].dtype is torch.float16  # its largest number is 65504
-    raise CheckpointError(
-        f"checkpoint {str(folder)!r} holds NaN or infinity: {listed(broken)}; expected finite "
-        "weights: convert or download it again"
-        + (", or run it with target.dtype=bfloat16 or float32" if in_half else "")
-    )
-
-
-def _readable(dtype: torch.dtype) -> tuple[str, ...]:
-    """The format's names of the types that are read into a tensor of this type."""
-    if dtype is torch.float8_e4m3fn:
-        return ("F8_E4M3",)
-    return _FLOATS if dtype.is_floating_point else _INTEGERS
-
-
-def _check_entries(
-    folder: Path,
-    entries: Mapping[str, TensorEntry],
-    wanted: Mapping[str, Weight],
-    ignored: Callable[[str], bool],
-) -> None:
-    missing = sorted(wanted.keys() - entries.keys())
-    surplus = sorted(name for name in entries.keys() - wanted.keys() if not ignored(name))
-    misshapen = []
-    quantised = []
-    for name in sorted(wanted.keys() & entries.keys()):
-        entry, shape = entries[name], tuple(wanted[name].shape)
-        if entry.dtype not in _readable(held(wanted[name]).dtype):
-            quantised.append(f"{name} ({entry.dtype})")
-        elif entry.shape != shape and not math.prod(entry.shape) == math.prod(shape) == 1:
-            misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
-    if quantised:
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; expected float weights "
-            "(F64, F32, BF16 or F16): use the unquantised release"
-        )
-    problems = [
-        f"{kind} tensors: {listed(names)}"
-        for kind, names in (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} does not fit its config.json: {'; '.join(problems)}. "
-            "Download it again, or mend config.json"
-        )

@@ -105,4 +105,4 @@ class DeepseekLayer(PreNormLayer):
         cos, sin = rope_table(positions, theta, theta.cos.dtype)
         if config.rope.gain != 1.0:
             cos, sin = cos.mul_(config.rope.gain), sin.mul_(config.rope.gain)
-        return {FULL: (cos.to(dtype), sin.to(dtype))}
+        return {FULL: RopeTable(cos.to(dtype), sin.to(dtype))}

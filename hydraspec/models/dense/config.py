@@ -1,4 +1,4 @@
-"""config.json of Llama-like dense decoders (Llama, Mistral, Qwen2, Qwen3, MiMo), read raw.
+"""config.json of Llama-like dense decoders (Llama, Mistral's, Qwen2, Qwen3, MiMo), read raw.
 
 A family is a row of FAMILIES: what its modelling code fixes, and the defaults of keys that its
 files leave out (transformers' configuration classes).
@@ -6,7 +6,7 @@ files leave out (transformers' configuration classes).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.parts import DecoderConfig, Divided
-from hydraspec.models.rope_scaling import Rope, read_rope
+from hydraspec.models.rope_scaling import BETA, LENGTH, Rope, read_rope
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -25,16 +25,41 @@ class Family:
 
     bias: Literal["none", "keys", "qkv"] = "none"  # keys: attention_bias and mlp_bias decide
     qk_norm: bool = False
-    window: Literal["never", "if_asked", "given"] = "never"  # if_asked: by use_sliding_window
+    # if_asked: by use_sliding_window; refused: a window contradicts the family
+    window: Literal["never", "if_asked", "given", "refused"] = "never"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope_keys: Collection[str] | None = None  # all of its rotary parameters; None: see `read_rope`
 
 
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MINISTRAL3_DEFAULTS = _MISTRAL_DEFAULTS | {
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        LENGTH: 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        BETA: 0.1,
+    },
+}
+_MINISTRAL3_ROPE = {
+    *_MINISTRAL3_DEFAULTS["rope_parameters"],
+    *("type", "attention_factor", "truncate", "partial_rotary_factor", "max_position_embeddings"),
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family(bias="keys", defaults={"max_position_embeddings": 2048}),
     "mistral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
     "ministral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
+    "ministral3": Family(
+        window="refused", defaults=_MINISTRAL3_DEFAULTS, rope_keys=_MINISTRAL3_ROPE
+    ),
     "qwen2": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
     "mimo": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
     "qwen3": Family(
@@ -118,7 +143,7 @@ def read_dense_config(config: Mapping[str, Any], where: str) -> DenseConfig:
         mlp_bias=by_keys and bool(reader.get("mlp_bias", False)),
         activation=_activation(reader),
         tied=bool(config.get("tie_word_embeddings", reader.get("tie_word_embeddings", False))),
-        rope=read_rope(reader, head_dim, max_positions),
+        rope=read_rope(reader, head_dim, max_positions, family.rope_keys),
     )
 
 
@@ -142,13 +167,6 @@ def _refuse_uncomputed(reader: ConfigReader) -> None:
     without = reader.get("no_rope_layers")
     if without and (not isinstance(without, list) or any(flag != 1 for flag in without)):
         raise reader.fail("no_rope_layers", "1 for every layer: all layers rotate")
-    for key in ("rope_parameters", "rope_scaling"):
-        values = reader.get(key)
-        if isinstance(values, Mapping) and values.get("llama_4_scaling_beta"):
-            part = ConfigReader(
-                {f"{key}.llama_4_scaling_beta": values["llama_4_scaling_beta"]}, reader.where
-            )
-            raise part.fail(f"{key}.llama_4_scaling_beta", "0 or nothing: queries are not scaled")
 
 
 def _heads(reader: ConfigReader) -> tuple[int, int]:
@@ -171,6 +189,8 @@ def _windows(reader: ConfigReader, family: Family) -> tuple[tuple[str, ...], int
     """Layer kinds, and the sliding layers' window; None if there are no sliding layers."""
     num_layers = reader.count("num_hidden_layers")
     kinds, window = reader.get("layer_types"), None
+    if family.window == "refused" and reader.get("sliding_window") is not None:
+        raise reader.fail("sliding_window", "null: all layers of this model_type attend to all")
     if family.window == "given":
         window = reader.values.get("sliding_window", MISTRAL_WINDOW)
         first = 0

@@ -71,4 +71,6 @@ class DenseLayer(PreNormLayer):
         config: DenseConfig, theta: Frequencies, positions: Tensor, dtype: torch.dtype
     ) -> dict[str, RopeTable]:
         """A rotary table of positions [T], the same for all kinds of layers."""
-        return dict.fromkeys(KINDS, rope_table(positions, theta, dtype))
+        cos, sin = rope_table(positions, theta, dtype)
+        table = RopeTable(cos, sin, config.rope.query_scale(positions, dtype))
+        return dict.fromkeys(KINDS, table)

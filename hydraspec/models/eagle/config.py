@@ -10,7 +10,7 @@ from typing import Any
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import ids_of_layer_outputs
-from hydraspec.models.checkpoint.config_reader import ConfigReader
+from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.detect import (
     CONSOLIDATED,
@@ -264,7 +264,8 @@ def _read_eagle1(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
     else:
         inner = raw.get("model")
         layers = {**raw, **inner} if isinstance(inner, dict) else raw
-    is_mistral = layers.get("model_type") == "mistral" or "mistral" in architectures_of(raw)
+    kind = text_part(layers).get("model_type")
+    is_mistral = kind in ("mistral", "ministral3") or "mistral" in architectures_of(raw)
     return EagleConfig(
         method=method,
         format=found.format,

@@ -180,7 +180,7 @@ class Gemma4Layer(Weights):
         config: Gemma4Config, theta: dict[str, Frequencies], positions: Tensor, dtype: torch.dtype
     ) -> dict[str, RopeTable]:
         """A rotary table of positions [T] for each kind of layers."""
-        return {kind: rope_table(positions, theta[kind], dtype) for kind in theta}
+        return {kind: RopeTable(*rope_table(positions, theta[kind], dtype)) for kind in theta}
 
 
 def _attention_shape(config: Gemma4Config, layer: LayerShape) -> AttentionShape:

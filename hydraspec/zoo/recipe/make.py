@@ -19,11 +19,13 @@ from rich.console import Console
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerFast
 
+from hydraspec.models.checkpoint.twins import TWINS, write_twin
 from hydraspec.zoo.recipe import (
     corpus,
     draft_files,
     evaluate,
     modeling,
+    quantise,
     recipes,
     tasks,
     tokenizer,
@@ -36,6 +38,7 @@ from hydraspec.zoo.recipe.batches import Sequences, generate_sequences
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
 TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
+CALIBRATION_EXAMPLES = 128
 console = Console()
 
 
@@ -127,6 +130,21 @@ def make_evaluation(args: argparse.Namespace) -> None:
     console.print_json(json.dumps({"name": args.name, "k": args.k, **result}))
 
 
+def make_input_scales(args: argparse.Namespace) -> None:
+    """Calibrate the static scales of a target's inputs, and of its EAGLE head's."""
+    target = modeling.load_target(args.out / args.name, args.device)
+    data = _data(args, CALIBRATION_EXAMPLES, ASSISTANT_DATA_SEED)
+    for name, recipe in _drafters(args).items():
+        head = draft_files.load_head(draft_files.folder_of(name, recipe, args.out), recipe, target)
+        found = quantise.calibrate(target, head, data)
+        quantise.save_scales(dict(zip((args.name, name), found, strict=True)))
+
+
+def make_twin(args: argparse.Namespace) -> None:
+    """Write a quantised twin's folder into --out, to look at or to give to other engines."""
+    write_twin(args.twin, args.out / args.twin)
+
+
 COMMANDS = {
     "corpus": make_corpus,
     "tokenizer": make_tokenizer,
@@ -134,6 +152,8 @@ COMMANDS = {
     "assistant": make_assistant,
     "drafters": make_drafters,
     "evaluate": make_evaluation,
+    "input-scales": make_input_scales,
+    "twin": make_twin,
 }
 
 
@@ -142,6 +162,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
     parser.add_argument("--drafter", choices=recipes.DRAFTERS, help="only this one")
+    parser.add_argument("--twin", choices=TWINS, help="the folder that the command twin writes")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-seconds", type=float, help="shorten a target's training to this")

@@ -1,0 +1,220 @@
+"""The matrix of a linear map whose checkpoint is quantised.
+
+Every projection keeps the numbers and the scales of its file: neighbours of a slab are one product
+where their schemes agree, and each has its own where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from hydraspec_kernels.quantised import QuantisedMatrix, quantised_linear, row_maxima, unpacked
+from torch import Tensor
+from torch.nn.functional import linear as library_linear
+
+from hydraspec.models.checkpoint.quantization import E4M3, Scheme
+from hydraspec.models.parts import Part, Share, Tensors, divided
+from hydraspec.models.quantised.projection import (
+    Projection,
+    check_split,
+    empty_numbers,
+    scales_by_row,
+)
+from hydraspec.parallel.group import TensorGroup
+
+
+@dataclass(slots=True)
+class Piece:
+    """Neighbouring projections of a slab that one product computes."""
+
+    columns: slice  # of the slab's outputs
+    projections: list[Projection]
+    data: Tensor  # of all of them
+    matrix: QuantisedMatrix | None = None  # once the file's scales are known
+
+    def finish(self) -> None:
+        """Collects the scales; call once after the weights are filled."""
+        first = self.projections[0]
+        by_row = not all(each.is_aligned for each in self.projections[:-1]) or not (
+            self.projections[-1].is_aligned
+        )
+        # A block of rows that ends inside a projection must not go on in the next.
+        by_row = by_row or any(
+            each.outputs.count % (each.scheme.rows or 1) for each in self.projections[:-1]
+        )
+        scales = torch.cat([each.scales(by_row=by_row) for each in self.projections])
+        columns = first.scheme.columns or first.inputs.count
+        rows = 1 if by_row else first.scheme.rows or 1
+        width = first.inputs.count
+        self.matrix = QuantisedMatrix(self.data, scales, rows, columns, width, first.rounding())
+
+
+@dataclass(slots=True)
+class Plain:
+    """A projection of a slab that its checkpoint leaves in float."""
+
+    columns: slice
+    name: str
+    inputs: Share
+    outputs: Share
+    weight: Tensor  # [n, k]
+
+    def tensors(self) -> Tensors:
+        """The weight by its name in the checkpoint."""
+        if self.inputs.is_part:
+            return {f"{self.name}.weight": Part(self.weight, 1, self.inputs)}
+        return {f"{self.name}.weight": divided(self.weight, 0, self.outputs)}
+
+
+@dataclass(slots=True)
+class Slab:
+    """The matrix of a linear map of which at least one projection is quantised."""
+
+    inputs: Share
+    group: TensorGroup
+    pieces: list[Piece | Plain] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Share,
+        outputs: Mapping[str, Share],
+        schemes: Mapping[str, Scheme | None],
+        *,
+        group: TensorGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Slab:
+        """A slab with empty memory. Raises ConfigurationError if ranks cut a group of inputs."""
+        found = cls(inputs, group)
+        first = 0
+        for names in _alike(outputs, schemes):
+            count = sum(outputs[name].count for name in names)
+            columns = slice(first, first + count)
+            first += count
+            scheme = schemes[names[0]]
+            if scheme is None:
+                weight = torch.empty(count, inputs.count, dtype=dtype, device=device)
+                found.pieces.append(Plain(columns, names[0], inputs, outputs[names[0]], weight))
+                continue
+            check_split(scheme, inputs, names[0])
+            data = empty_numbers(scheme, (count, inputs.count), device)
+            rows = data.split([outputs[name].count for name in names])
+            found.pieces.append(
+                Piece(
+                    columns,
+                    [
+                        Projection.empty(name, scheme, inputs, outputs[name], mine)
+                        for name, mine in zip(names, rows, strict=True)
+                    ],
+                    data,
+                )
+            )
+        return found
+
+    def projections(self) -> Iterator[Projection]:
+        """Yields the quantised projections."""
+        for piece in self.pieces:
+            if isinstance(piece, Piece):
+                yield from piece.projections
+
+    def tensors(self) -> Tensors:
+        """Every tensor by its name in the checkpoint."""
+        found: Tensors = {}
+        for piece in self.pieces:
+            for each in piece.projections if isinstance(piece, Piece) else (piece,):
+                found |= each.tensors()
+        return found
+
+    def finish(self) -> None:
+        """Collects the scales; call once after the weights are filled."""
+        for piece in self.pieces:
+            if isinstance(piece, Piece):
+                piece.finish()
+
+    def product(self, x: Tensor, first: int = 0) -> Tensor:
+        """Columns `first` and later of x W [T, n - first] for x [T, k]."""
+        maxima, found = None, []
+        for piece in self.pieces:
+            if piece.columns.stop <= first:
+                continue
+            skipped = slice(max(first - piece.columns.start, 0), None)
+            if isinstance(piece, Plain):
+                found.append(library_linear(x, piece.weight[skipped]))
+                continue
+            matrix = piece.matrix
+            assert matrix is not None, "the weights are not filled yet"
+            if self.inputs.is_part and matrix.rounding.kind == "token" and maxima is None:
+                maxima = whole_maxima(self.group)(x)
+            if skipped.start:
+                matrix = rows_from(matrix, skipped.start)
+            found.append(quantised_linear(x, matrix, maxima))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    def reordered(self, columns: slice, reorder: Callable[[Tensor], Tensor]) -> Slab:
+        """A slab in which the rows of one projection [n, ...], which gives these columns, are
+        replaced by `reorder` of them."""
+
+        def at(piece: Piece | Plain, rows: Tensor) -> Tensor:
+            mine = slice(columns.start - piece.columns.start, columns.stop - piece.columns.start)
+            found = rows.clone()
+            found[mine] = reorder(rows[mine])
+            return found
+
+        pieces: list[Piece | Plain] = []
+        for piece in self.pieces:
+            if columns.start < piece.columns.start or columns.stop > piece.columns.stop:
+                pieces.append(piece)
+            elif isinstance(piece, Plain):
+                pieces.append(replace(piece, weight=at(piece, piece.weight)))
+            else:
+                assert piece.matrix is not None
+                matrix = scales_by_row(piece.matrix)
+                data, kind = matrix.data, matrix.data.dtype
+                if kind is E4M3:  # a type that few operators take
+                    data = data.view(torch.uint8)
+                data = at(piece, data).view(kind)
+                matrix = replace(matrix, data=data, scales=at(piece, matrix.scales))
+                pieces.append(replace(piece, data=data, matrix=matrix))
+        return replace(self, pieces=pieces)
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The whole slab [n, k] in dtype."""
+        found = []
+        for piece in self.pieces:
+            if isinstance(piece, Plain):
+                found.append(piece.weight.to(dtype))
+            else:
+                assert piece.matrix is not None
+                found.append(unpacked(piece.matrix, dtype))
+        return torch.cat(found)
+
+
+def rows_from(matrix: QuantisedMatrix, first: int) -> QuantisedMatrix:
+    """Rows `first` and later of a matrix."""
+    if first % matrix.rows:
+        matrix = scales_by_row(matrix)
+    return matrix.of_rows(slice(first, None))
+
+
+def whole_maxima(group: TensorGroup) -> Callable[[Tensor], Tensor]:
+    """A function from a rank's part of rows to the largest magnitudes of whole rows."""
+    return lambda x: group.all_gather(row_maxima(x)).amax(0)
+
+
+def _alike(
+    outputs: Mapping[str, Share], schemes: Mapping[str, Scheme | None]
+) -> Iterator[list[str]]:
+    """Yields neighbouring names with equal schemes. Static inputs have a scale for each projection,
+    so that each is alone."""
+    found: list[str] = []
+    for name in outputs:
+        scheme = schemes[name]
+        fuses = scheme is not None and scheme.inputs != "static"
+        if found and not (fuses and schemes[found[-1]] == scheme):
+            yield found
+            found = []
+        found.append(name)
+    yield found
