@@ -28,6 +28,7 @@ GROUPS = AXES[2:]  # groups that are replaced in the configuration of a target a
 ZOO = "tiny_"
 NO_DRAFTER = "the target's YAML names no drafter for it: give method.checkpoint"
 GATE = "make verify-gpu PART=cells"
+OF_RANKS = "tests/engine/test_engines_of_ranks.py"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class Cell:
 
 GEMMA = ("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe")
 OTHERS = ("tiny_deepseek", "tiny_mistral", "tiny_qwen3")
+QUANTISED = (
+    *("tiny_deepseek_fp8", "tiny_gemma4_fp8", "tiny_gemma4_moe_fp8", "tiny_gemma4_w4a16"),
+    *("tiny_mistral_fp8", "tiny_qwen3_fp8"),
+)
 DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
 GRAPHS = ("full", "full_and_piecewise", "full_decode_only", "piecewise")
 
@@ -60,6 +65,9 @@ PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
     "tests/engine/test_fuzz_others.py::test_configurations_decode_as_the_plain_engine": _native(
         "single", target=OTHERS, method=DRAFTERS
     ),
+    "tests/engine/test_fuzz_quantised.py::test_configurations_decode_as_the_plain_engine": _native(
+        "single", target=QUANTISED, method=DRAFTERS
+    ),
     "tests/engine/test_graph_modes.py::test_every_mode_gives_the_tokens_of_eager_steps": _native(
         "single",
         target=("tiny_gemma4", *OTHERS),
@@ -73,8 +81,11 @@ PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
     "tests/engine/test_tensor_parallel.py::test_two_ranks_give_what_one_process_gives": _native(
         "tp2", method=DRAFTERS
     ),
-    "tests/engine/test_engines_of_ranks.py::test_ranks_choose_the_tokens_of_one": _native(
-        "tp2", "tp4", method=("none",)
+    f"{OF_RANKS}::test_ranks_choose_the_tokens_of_one": _native(
+        "tp2", "tp4", target=(*GEMMA, *OTHERS), method=("none",)
+    ),
+    f"{OF_RANKS}::test_ranks_of_a_quantised_target_choose_the_tokens_of_one": _native(
+        "tp2", "tp4", target=QUANTISED, method=("none",)
     ),
     "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks": _native(
         "tp2", "tp4", method=DRAFTERS

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fuzz_stages import PAIRS, ZOO_PAIRS, Pair
+from fuzz_stages import PAIRS, QUANTISED_PAIRS, ZOO_PAIRS, Pair
 from graph_runs import attention_as_on_devices, cache_gib
 from recorded_graphs import RecordedOps
 from side_by_side import assert_same_run, run_alone
@@ -72,7 +72,7 @@ def test_two_stages_decode_as_one_process(pair: Pair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Dtype.float64, Dtype.float32])
-@pytest.mark.parametrize("pair", PAIRS, ids=name)
+@pytest.mark.parametrize("pair", PAIRS + QUANTISED_PAIRS, ids=name)
 def test_every_target_with_every_drafter_in_two_stages(pair: Pair, dtype: Dtype) -> None:
     if pair.stage == "random sharing":  # its four layers share KV over every border
         with pytest.raises(ConfigurationError, match=r"parallelism\.pipeline=2 does not go"):
@@ -82,7 +82,7 @@ def test_every_target_with_every_drafter_in_two_stages(pair: Pair, dtype: Dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ZOO_PAIRS, ids=name)
+@pytest.mark.parametrize("pair", ZOO_PAIRS + QUANTISED_PAIRS, ids=name)
 def test_four_stages_decode_as_one_process(pair: Pair) -> None:
     compare(Layout(pipeline=4), config_of(pair), mixed_requests(pair))
 
@@ -93,7 +93,7 @@ def test_tensor_parallel_ranks_in_each_of_two_stages() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ZOO_PAIRS, ids=name)
+@pytest.mark.parametrize("pair", ZOO_PAIRS + QUANTISED_PAIRS, ids=name)
 def test_every_pair_in_two_stages_of_two_ranks(pair: Pair) -> None:
     compare(TP2_PP2, config_of(pair), mixed_requests(pair))
 

@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz_engines import build, one_by_one
+from fuzz_ranks import Happened, small_case
 from fuzz_stages import QUANTISED_PAIRS, Pair
 from graph_runs import graph_config, run_requests, zoo_requests
+from side_by_side import run_alone
+from step_ahead import outputs
 from tiny_targets import load
 from torch import Tensor
 
@@ -91,6 +95,25 @@ def test_acceptance_is_near_that_of_the_float_pair(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", QUANTISED_PAIRS, ids=name)
 def test_acceptance_over_the_whole_workload(pair: Pair) -> None:
     assert_floor(pair, 64)
+
+
+def test_drafts_change_no_token() -> None:
+    """Greedy requests in chunks, beside sampled ones, some of them preempted, against the target
+    alone with one request at a time. On ranks: test_tensor_parallel.py; others: slow fuzzes."""
+    happened = Happened()
+    for number, pair in enumerate(QUANTISED_PAIRS):
+        case = small_case(number, pair)
+        seen = run_alone(build(case), case.requests)
+        happened.count(case, seen)
+        plain = run_alone(build(one_by_one(case)).baseline(), case.requests, 1)
+        greedy = [r.index for r in case.requests if r.sampling.temperature == 0.0]
+        found, wanted = outputs(seen), outputs(plain)
+        assert {i: found[i] for i in greedy} == {i: wanted[i] for i in greedy}, name(pair)
+    assert happened.num_preempted
+    assert happened.num_chunked
+    assert happened.num_accepted
+    assert happened.num_rejected
+    assert happened.num_stopped
 
 
 # ------------------------------------------------------------------ faults of scales

@@ -10,57 +10,22 @@ from typing import Any
 
 import pytest
 import records
-from fuzz_cases import Case, Choices
-from fuzz_ranks import Happened, check_case_on_ranks, run_case_on_ranks
+from fuzz_cases import Choices
+from fuzz_ranks import Happened, check_case_on_ranks, run_case_on_ranks, small_case
 from fuzz_stages import PAIRS, QUANTISED_PAIRS, ZOO_PAIRS, Pair, stage
 from graph_runs import Run, graph_config, run_requests, zoo_requests
 from side_by_side import assert_same_run, run_alone
 from thread_ranks import as_ranks
 from tiny_targets import assistant_config, gemma4_config, run_config, write_folder
 
-from hydraspec.config.schema import DraftSampling, Dtype, Verification
+from hydraspec.config.schema import DraftSampling, Dtype
 from hydraspec.engine.native import NativeEngine
 from hydraspec.models import draft_place
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.parallel.layout import Layout
 from hydraspec.parallel.ranks import Ranks
 
-SAMPLED = {"temperature": 1.1, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
 MIXED_TYPES = (Dtype.float64, Dtype.float64, Dtype.float32)
-
-
-def small_case(number: int, pair: Pair, dtype: Dtype = Dtype.float64) -> Case:
-    """Prompts in chunks, more requests than slots, stops; every third cache holds one request of
-    full length. Half of the requests sample, with drafts that are sampled in every second case.
-    """
-    found = stage(pair.stage, dtype)
-    config = graph_config(
-        pair.method,
-        "none",
-        pair=(pair.stage, pair.drafter and pair.drafter.removeprefix("zoo:")),
-        dtype=dtype,
-        max_num_seqs=3,
-        max_model_len=72,
-        max_num_batched_tokens=24,
-        draft_sampling=[*DraftSampling][number % 2],
-        verification=[Verification.standard, Verification.block][number // 2 % 2],
-    )
-    requests = zoo_requests(2) + zoo_requests(4, **SAMPLED)[2:]
-    for request, length, most in zip(requests, (9, 61, 20, 33), (12, 6, 10, 8), strict=True):
-        assert request.messages is not None
-        prompt = found.tokenizer.encode_chat(request.messages)
-        request.prompt_token_ids, request.sampling.max_tokens = prompt[-length:], most
-    requests[0].sampling.stop = (" ", "e")
-    return Case(
-        number=number,
-        pair=pair,
-        config=config,
-        requests=requests,
-        concurrency=None,
-        runner="plain",
-        room=1 if number % 3 == 0 else None,
-        company="alone",
-    )
 
 
 @pytest.mark.parametrize("pairs", [ZOO_PAIRS, QUANTISED_PAIRS], ids=["float", "quantised"])
