@@ -230,7 +230,7 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "seed": config.seed,
         "quantization": {
             "target": info.quantization,
-            "drafter": (info.draft_spec or {}).get("quantization"),
+            "drafter": cast(Json, (info.draft_spec or {}).get("quantization")),
         },
         "draft_spec": info.draft_spec,
     }

@@ -266,8 +266,8 @@ class Parallelism(TypedDict):
 class Quantization(TypedDict):
     """Number formats of quantised matrices by kind, such as q_proj; None: all are float."""
 
-    target: dict[str, str] | None
-    drafter: dict[str, str] | None
+    target: Mapping[str, str] | None
+    drafter: Mapping[str, str] | None
 
 
 class Settings(TypedDict):

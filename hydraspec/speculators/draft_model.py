@@ -87,7 +87,9 @@ class DraftModelSpeculator(BaseSpeculator):
         self.dtype = target.dtype
         self.head = self.load_draft_model(target, self._checkpoint())
         stored = getattr(self.head, "quantization", None)  # heads of plugins may have none
-        self.spec = self.head.spec = replace(self.head.spec, quantization=stored)
+        if stored is not None:
+            self.head.spec = replace(self.head.spec, quantization=stored)
+        self.spec = self.head.spec
         self.aux_layer_ids = self.head.spec.aux_layer_ids
 
     def _checkpoint(self) -> str:

@@ -1,6 +1,7 @@
 """MTP heads compute their published definitions: one step, and a whole chain of drafts."""
 
 import dataclasses
+import functools
 import json
 import random
 from itertools import product
@@ -13,6 +14,7 @@ from gemma4_oracle import HeadAsTarget, PagedRun, load
 from grids import slow_unless
 from mtp_folders import KINDS, qwen_config, random_config, write_mtp
 from mtp_oracle import PlainMTP
+from quantised_reference import dequantised, rounded, to_transformers_fp8
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
@@ -119,6 +121,25 @@ def test_chains_of_random_shapes(kind: str, seed: int, tmp_path: Path) -> None:
     k = draw.choice([1, num_mtp, 2 * num_mtp, min(num_mtp, 2)])
     setting = make(kind, tmp_path, random_config(kind, seed), num_mtp, k, seed)
     assert worst(setting, seed) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_in_blocks_of_fp8(seed: int, tmp_path: Path) -> None:
+    """They round as their target's do, whose config they share; their own projection is in float,
+    as in the release. Without YaRN, whose frequencies differ in the last bit: a rounding step."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    base, _ = write_mtp(tmp_path, "deepseek", random_config("deepseek", seed) | rope, 2, seed)
+    plain = PlainMTP.read(base, "deepseek")
+    quantised = to_transformers_fp8(base, [(16, 16), (128, 128)][seed % 2])
+    for i, weights in enumerate(plain.layers):
+        prefix = f"model.layers.{plain.config['num_hidden_layers'] + i}."
+        for module in (name for name in quantised.modules if name.startswith(prefix)):
+            name = f"{module.removeprefix(prefix)}.weight"
+            weights[name] = dequantised(quantised, module, weights[name].shape[1])
+        weights.rounding = functools.partial(rounded, scheme=quantised.scheme)
+    target = load(base, torch.float64)
+    head = load_mtp(str(base), weights="checkpoint", target=target, num_drafts=2, seed=0)
+    assert worst(Setting(target, head, plain, 2), seed) <= 1e-9
 
 
 def small(kind: str) -> dict:

@@ -28,9 +28,9 @@ from quantised_folders import (
 )
 from quantised_reference import (
     plain_reference,
+    to_transformers_fp8,
     write_expert_channels,
     write_mistral,
-    write_transformers_fp8,
 )
 from target_families import FAMILIES, assert_near, logits_in_chunks, prompts_of
 from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ from hydraspec.models.checkpoint.quantization import decode
 # that rounds the other way moves logits by 1e-3 and more.
 TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
-NOISE = 1e-6  # relative, several times float32's own
+NOISE = 1e-6  # of a number and of its row, several times float32's own
 NUM_TRIALS = 8  # draws of noise that leave a stable prompt's logits where they are
 FAMILY_NAMES = ("gemma4", "llama", "qwen3")
 NUM_SHAPES, NUM_QUICK = 8, 2  # of a format and family
@@ -114,7 +114,7 @@ def test_logits_of_random_shapes_in_chunks(
 def test_float32_where_noise_moves_nothing(name: str, seeds: range, tmp_path: Path) -> None:
     """In float32 a number within rounding noise of the middle between two of e4m3 falls to either
     side, so that only prompts whose logits withstand noise on every rounded row count."""
-    stable, total, off = 0, 0, []
+    stable, others = [], []  # how far prompts are off, as shares of the tolerance
     for family, seed in ((family, seed) for family in FAMILY_NAMES for seed in seeds):
         folder = tmp_path / f"{family} {seed}"
         model, quantised = written(name, family, seed, folder)
@@ -126,13 +126,17 @@ def test_float32_where_noise_moves_nothing(name: str, seeds: range, tmp_path: Pa
                 shaken_logits(oracle, quantised.modules, prompt, NOISE, trial)
                 for trial in range(NUM_TRIALS)
             )
-            total += 1
-            if all((each - expected).abs().max() <= limit for each in shaken):
-                stable += 1
-                off.append(float((logits - expected).abs().max() / limit))
-    logging.info("%s: %d of %d prompts are stable, off by %.2g", name, stable, total, max(off))
-    assert max(off) <= 1
-    assert stable >= (total if name == "w4a16" else 0.3 * total)
+            is_stable = all((each - expected).abs().max() <= limit for each in shaken)
+            (stable if is_stable else others).append(float((logits - expected).abs().max() / limit))
+    total = len(stable) + len(others)
+    flipped = sum(off > 1 for off in others)
+    logging.info(
+        "%s: %d of %d prompts are stable, off by %.2g of the tolerance; %d of the others flipped",
+        *(name, len(stable), total, max(stable), flipped),
+    )
+    assert max(stable) <= 1
+    assert len(stable) >= (total if name == "w4a16" else 0.25 * total)
+    assert flipped <= 0.25 * total
 
 
 @pytest.mark.parametrize("block", [(128, 128), (16, 16), (24, 10), None], ids=str)
@@ -144,7 +148,8 @@ def test_transformers_own_fp8(
     """Blocks that do not divide the matrices, and one scale for all; scales of inputs likewise."""
     model = FAMILIES[family].make(FAMILIES[family].random_config(4), 4)
     scales = calibrated(model, prompts_of(4)) if inputs == "static" else None
-    quantised = write_transformers_fp8(tmp_path, model, block, scales)
+    model.save_pretrained(tmp_path)
+    quantised = to_transformers_fp8(tmp_path, block, scales)
     assert_parity(tmp_path, plain_reference(model, quantised), 4)
 
 
@@ -155,7 +160,8 @@ def test_deepseek_in_blocks(seed: int, tmp_path: Path) -> None:
     """The matrix that attention absorbs is dequantised, and its rows are not rounded."""
     model = FAMILIES["deepseek_v3"].make(FAMILIES["deepseek_v3"].random_config(seed), seed)
     block = [(16, 16), (128, 128), (8, 12)][seed % 3]
-    quantised = write_transformers_fp8(tmp_path, model, block)
+    model.save_pretrained(tmp_path)
+    quantised = to_transformers_fp8(tmp_path, block)
     oracle = plain_reference(model, quantised, float_rows=("kv_b_proj",))
     oracle.set_experts_implementation("eager")
     assert_parity(tmp_path, oracle, seed)

@@ -8,6 +8,7 @@ for Qwen2 and Qwen3.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,18 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-Weights = dict[str, Tensor]
+
+class Weights(dict[str, Tensor]):
+    """Tensors by name, and the linear maps among them."""
+
+    # Rows as they enter a map that is quantised; the matrix that attention absorbs takes them as
+    # they are.
+    rounding: Callable[[Tensor], Tensor] | None = None
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        if self.rounding is not None and not name.endswith("kv_b_proj"):
+            x = self.rounding(x)
+        return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,8 +56,8 @@ def turn(x: Tensor, angles: Tensor, interleaved: bool, gain: float = 1.0) -> Ten
 
 
 def swiglu(x: Tensor, w: Weights, name: str) -> Tensor:
-    gate, up, down = (w[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    return (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    gate, up = (w.linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
+    return w.linear(f"{name}.down_proj", F.silu(gate) * up)
 
 
 def deepseek_attention(x: Tensor, w: Weights, c: dict[str, Any]) -> Tensor:
@@ -55,8 +67,7 @@ def deepseek_attention(x: Tensor, w: Weights, c: dict[str, Any]) -> Tensor:
     rank, interleaved = c["kv_lora_rank"], c.get("rope_interleave", True)
 
     def linear(inputs: Tensor, name: str) -> Tensor:
-        bias = w.get(f"self_attn.{name}.bias")
-        return F.linear(inputs, w[f"self_attn.{name}.weight"], bias)
+        return w.linear(f"self_attn.{name}", inputs)
 
     if c["q_lora_rank"] is None:
         q = linear(x, "q_proj")
@@ -164,7 +175,9 @@ class PlainMTP:
             first = config["num_hidden_layers"]
             prefix = f"layers.{first + i}." if kind == "deepseek" else f"mtp_layers.{i}."
             plain.layers.append(
-                {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
+                Weights(
+                    {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
+                )
             )
         return plain
 
@@ -195,4 +208,4 @@ class PlainMTP:
 def load_doubles(folder: Path) -> Weights:
     """Every tensor in float64, without the leading `model.`."""
     tensors = load_file(folder / "model.safetensors")
-    return {name.removeprefix("model."): tensor.double() for name, tensor in tensors.items()}
+    return Weights({name.removeprefix("model."): each.double() for name, each in tensors.items()})

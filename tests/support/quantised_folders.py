@@ -218,12 +218,14 @@ def oracle_logits(model: PreTrainedModel, prompt: list[int]) -> Tensor:
 def shaken_logits(
     model: PreTrainedModel, modules: Iterable[str], prompt: list[int], size: float, seed: int
 ) -> Tensor:
-    """Logits of `oracle_logits` with noise of a relative `size` on the inputs of `modules`."""
+    """Logits of `oracle_logits` with noise on the inputs of `modules`: `size` times a number's own
+    magnitude and its row's, which what is left of larger numbers inherits."""
     draw = torch.Generator().manual_seed(seed)
 
     def shake(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        noise = torch.randn(inputs[0].shape, generator=draw, dtype=inputs[0].dtype)
-        return (inputs[0] * (1 + size * noise),)
+        x = inputs[0]
+        noise = torch.randn(x.shape, generator=draw, dtype=x.dtype)
+        return (x + size * noise * (x.abs() + x.pow(2).mean(-1, keepdim=True).sqrt()),)
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(shake) for name in modules]
     logits = oracle_logits(model, prompt)

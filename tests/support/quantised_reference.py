@@ -119,14 +119,13 @@ def expert_sums(
     return found
 
 
-def write_transformers_fp8(
+def to_transformers_fp8(
     folder: Path,
-    model: PreTrainedModel,
     block: tuple[int, int] | None,
     input_scales: dict[str, float] | None = None,
 ) -> Quantised:
-    """A model in transformers' own FP8, as Qwen3 and DeepSeek-V3 (experts one by one) are released:
-    every projection in blocks, or with one scale; inputs rounded per block's width, per token or
+    """Rewrites a saved model in transformers' own FP8, as Qwen3 and DeepSeek-V3 are released: every
+    projection in blocks, or with one scale; inputs are rounded per block's width, per token or
     statically."""
     rows, columns = block or (None, None)
     inputs: Any = "static" if input_scales else "group" if block else "token"
@@ -139,7 +138,7 @@ def write_transformers_fp8(
         scale="weight_scale_inv",
         input_scale="activation_scale" if input_scales else None,
     )
-    found = _saved(folder, model, scheme, input_scales)
+    found = _quantised(folder, scheme, input_scales)
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block and list(block)}
     scheme_of_inputs = "static" if input_scales else "dynamic"
     write(folder, found.tensors, config | {"activation_scheme": scheme_of_inputs})
@@ -172,7 +171,8 @@ def write_mistral(
     folder: Path, model: PreTrainedModel, input_scales: dict[str, float], yarn: dict[str, Any]
 ) -> Quantised:
     """A Mistral in its own format: params.json and consolidated.safetensors, static per tensor."""
-    found = _saved(folder, model, STATIC, input_scales)
+    model.save_pretrained(folder)
+    found = _quantised(folder, STATIC, input_scales)
     for file in ("config.json", "model.safetensors"):
         (folder / file).unlink()
     config = model.config
@@ -202,18 +202,13 @@ def write_mistral(
     return found
 
 
-def _saved(
-    folder: Path,
-    model: PreTrainedModel,
-    scheme: Scheme,
-    input_scales: dict[str, float] | None = None,
+def _quantised(
+    folder: Path, scheme: Scheme, input_scales: dict[str, float] | None = None
 ) -> Quantised:
-    """Saves a model and quantises every projection in its file."""
-    model.save_pretrained(folder)
+    """The tensors of a saved folder with its layers' projections quantised."""
     tensors = load_file(folder / "model.safetensors")
-    modules = tuple(
-        n.removesuffix(".weight") for n in tensors if re.search(r"_(proj|mqa).weight$", n)
-    )
+    names = (re.fullmatch(r"(.*(?<!eh)_(proj|mqa))[.]weight", name) for name in tensors)
+    modules = tuple(match[1] for match in names if match is not None)
     return quantised_tensors(tensors, modules, scheme, input_scales=input_scales)
 
 

@@ -33,7 +33,7 @@ _ARGUMENTS = {  # compressed-tensors'; others would change what is computed
 }
 _SCALE_TYPES = (None, "torch.float32", "torch.bfloat16", "torch.float16")
 _NO_REORDERING = (None, False, "weight", "static")  # columns keep their order in the file
-_NOT_COMPUTED = {  # what else compressed-tensors may announce, and the values without effect
+_NOT_COMPUTED: dict[str, tuple[object, ...]] = {  # what else compressed-tensors may announce, and the values without effect
     "sparsity_config": (None, {}, {"format": "dense"}),
     "moe_sparsity_config": (None, {}),
     "transform_config": (None, {}, {"config_groups": {}}),
@@ -150,7 +150,7 @@ def _compressed_tensors(keys: ConfigReader, values: Mapping[str, Any]) -> Scheme
             raise CheckpointError(f"{error} (the group's modules: {shown(targets)})") from None
         schemes |= dict.fromkeys(targets, scheme)
     ignored = _texts(keys.where, "ignore", values.get("ignore") or [])
-    notes = ()
+    notes: tuple[str, ...] = ()
     if values.get("kv_cache_scheme"):
         notes = (
             f"{KEY}.kv_cache_scheme of {keys.where!r} is not applied: keys and values are kept "

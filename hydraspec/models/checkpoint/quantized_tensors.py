@@ -149,7 +149,7 @@ def _checked(
         problems[what].extend(module.name(name, part) for part in module.tensors)
         return None
     data = module.tensors[module.data or ""]
-    kind = _KINDS.get((module.data, data.dtype))
+    kind = _KINDS.get((module.data or "", data.dtype))
     ignored, scheme = schemes.ignored.of(name), schemes.of(name)
     if kind is None:
         what = "numbers that are not read (those of F8_E4M3 are, and I32 with int4 in them)"

@@ -111,8 +111,9 @@ def _check_entries(
             misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
     if quantised:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; expected float weights "
-            "(F64, F32, BF16 or F16), or a quantization_config: use the unquantised release"
+            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; config.json names no "
+            "quantization_config, so that nothing says how: expected float weights (F64, F32, BF16 "
+            "or F16), or that key: use the unquantised release, or mend config.json"
         )
     problems = [
         f"{kind} tensors: {listed(names)}"

@@ -1,7 +1,8 @@
 """Products with quantised matrices: rows rounded as the checkpoint says, narrow numbers, scales.
 
-On CUDA devices from capability 8.9 on, matrices of one scale a row and rows of one scale each run
-the library's scaled product; others are unpacked to the rows' type first, as all are on a CPU.
+On CUDA up to 128 rows run a kernel that reads the narrow numbers. More rows, of which each has one
+scale, run the library's scaled product from capability 8.9 on, if each row of the matrix has one
+scale too. All else is unpacked to the rows' type first, as everything is on a CPU.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
 from hydraspec_kernels.quantised.reference import (
     quantised_linear_reference,
-    quantised_rows,
     rounded_rows,
     row_maxima,
     unpacked,
 )
+from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
     "QuantisedMatrix",
@@ -38,29 +39,32 @@ def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None =
 
     maxima [..., T, 1]: the rows' largest magnitudes over all ranks, where x is a part of the rows.
     """
-    if not x.is_cuda or x.dtype not in _NARROW:
+    if not runs_kernels(x) or x.dtype not in _NARROW:
         return quantised_linear_reference(x, matrix, maxima)
-    if _has_scaled_product(x, matrix):
-        numbers, scales = quantised_rows(x, matrix.rounding, maxima)
-        by_row = matrix.scales.expand(matrix.data.shape[0], 1)
-        return torch._scaled_mm(
-            numbers,
-            matrix.data.t(),
-            scale_a=scales.contiguous(),
-            scale_b=by_row.t().contiguous(),
-            out_dtype=x.dtype,
-            use_fast_accum=False,
-        )
+    if x.dim() == 2 and matrix.data.dim() == 2:
+        from hydraspec_kernels.quantised.kernel import launch, round_rows, tiles_for  # Triton
+
+        if tiles := tiles_for(x.shape[0], matrix):
+            return launch(x, matrix, maxima, tiles)
+        if _has_scaled_product(x, matrix):
+            numbers, scales = round_rows(x, matrix.rounding, maxima, torch.float8_e4m3fn)
+            return torch._scaled_mm(
+                numbers,
+                matrix.data.t(),
+                scale_a=scales,
+                scale_b=matrix.scales.t(),
+                out_dtype=x.dtype,
+                use_fast_accum=False,
+            )
     rows = rounded_rows(x, matrix.rounding, maxima).to(x.dtype)
     return torch.matmul(rows, unpacked(matrix, x.dtype).transpose(-1, -2))
 
 
 def _has_scaled_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
     """Returns whether the library multiplies these without unpacking."""
-    n, k = matrix.data.shape[-2:]
+    n, k = matrix.data.shape
     return (
-        x.dim() == 2
-        and matrix.data.dtype is torch.float8_e4m3fn
+        matrix.data.dtype is torch.float8_e4m3fn
         and matrix.rows == 1
         and matrix.scales.shape[-1] == 1
         and matrix.rounding.kind in ("token", "static")

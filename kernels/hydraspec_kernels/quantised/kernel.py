@@ -1,0 +1,280 @@
+"""Few rows times a quantised matrix, whose narrow numbers are read once and stay narrow in memory.
+
+`_round_kernel` rounds rows to e4m3 numbers, one program a row or a group of a row. In
+`_product_kernel` a program owns BR rows of the matrix and all of K: FP8 numbers become float16,
+which holds them exactly, so that products are exact and sums are float32; scales are applied to
+sums, of each step where blocks or groups have their own. Four-bit integers are multiplied by their
+scale first, rounded to the type of x once, as the reference does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
+from hydraspec_kernels.quantised.reference import (
+    E4M3_MAX,
+    LEAST_GROUP_MAX,
+    LEAST_ROW_SCALE,
+    PER_INT32,
+)
+from hydraspec_kernels.runtime.launch import NUM_SMS
+from hydraspec_kernels.runtime.launch_kernel import (
+    dependent_launch,
+    start_next,
+    wait_for_inputs,
+)
+
+MOST_ROWS = 128
+LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
+MOST_STEP = 128
+ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
+
+
+@triton.jit
+def _to_e4m3(v):
+    """The nearest e4m3 numbers of v in -448 to 448, ties to even, in float32.
+
+    Adding 2^20 times the power of two below |v| leaves three bits of fraction.
+    """
+    size = tl.abs(v)
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.maximum(power, 0.015625) * 1048576.0  # 2^-6 is the smallest normal number
+    near = (size + shift) - shift
+    return tl.where(v < 0, -near, near)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _round_kernel(
+    # [T, K] float16 or e4m3
+    numbers_ptr,
+    # [T, G] float32
+    scales_ptr,
+    # [T, K]
+    x_ptr,
+    # [T] float32, where HAS_MAXIMA
+    maxima_ptr,
+    # [1] float32, where STATIC
+    static_ptr,
+    columns,
+    stride_x,
+    GROUP: tl.constexpr,  # numbers that share a scale; 0: a whole row
+    STATIC: tl.constexpr,
+    HAS_MAXIMA: tl.constexpr,
+    LEAST: tl.constexpr,  # of a row's scale, or of a group's largest magnitude
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rounds a row, or the group of program_id 1 of a row."""
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    low = group * GROUP
+    high = tl.minimum(low + GROUP, columns) if GROUP else columns
+    k = tl.arange(0, BLOCK)
+    x_at = x_ptr + row * stride_x
+    if STATIC:
+        scale = tl.load(static_ptr)
+    else:
+        if HAS_MAXIMA:
+            top = tl.load(maxima_ptr + row)
+        else:
+            top = 0.0
+            for start in range(low, high, BLOCK):
+                v = tl.load(x_at + start + k, mask=start + k < high, other=0.0).to(tl.float32)
+                top = tl.maximum(top, tl.max(tl.abs(v), 0))
+        if GROUP:
+            scale = tl.div_rn(tl.maximum(top, LEAST), MOST)
+        else:
+            scale = tl.maximum(tl.div_rn(top, MOST), LEAST)
+    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
+    for start in range(low, high, BLOCK):
+        inside = start + k < high
+        v = tl.load(x_at + start + k, mask=inside, other=0.0).to(tl.float32)
+        v = tl.div_rn(v, tl.zeros_like(v) + scale)
+        v = tl.minimum(tl.maximum(v, -MOST), MOST)
+        number = _to_e4m3(v).to(numbers_ptr.dtype.element_ty)
+        tl.store(numbers_ptr + row * columns + start + k, number, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _product_kernel(
+    # [M, N]
+    out_ptr,
+    # [M, K]: numbers in float16, or rows that are not rounded
+    x_ptr,
+    # [M, G] float32, unless PLAIN
+    x_scales_ptr,
+    # [N, K] e4m3, or [N, K / 8] int32
+    data_ptr,
+    # [R, C] float32
+    scales_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_data,
+    stride_scales,
+    ROWS: tl.constexpr,  # rows of the matrix that share a scale
+    COLUMNS: tl.constexpr,  # its columns that do; 0: all
+    GROUP: tl.constexpr,  # numbers of x that do; 0: all of a row
+    PLAIN: tl.constexpr,  # x is not rounded
+    PACKED: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,  # BK divides K
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All of K for BR rows of the matrix and BM rows of x."""
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    row = tl.minimum(tl.program_id(0) * BR + tl.arange(0, BR), N - 1).to(tl.int64)
+    m, k = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BK)
+    real = m < M
+    x_at = x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :]
+    scale_at = scales_ptr + row // ROWS * stride_scales
+    by_step: tl.constexpr = not PACKED and (COLUMNS > 0 or GROUP > 0)
+    y = tl.zeros((BR, BM), tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        x_mask = real[:, None]
+        if not EVEN:
+            x_mask = x_mask & (start + k < K)[None, :]
+        v = tl.load(x_at + start, mask=x_mask, other=0.0)
+        if PACKED:
+            at = data_ptr + row[:, None] * stride_data + ((start + k) // 8)[None, :]
+            inside = (start + k < K)[None, :]
+            four = (tl.load(at, mask=inside, other=0) >> (k % 8 * 4)[None, :]) & 15
+            s_at = scale_at[:, None]
+            if COLUMNS:
+                s_at = s_at + ((start + k) // COLUMNS)[None, :]
+            s = tl.load(s_at, mask=inside & (row >= 0)[:, None], other=0.0)
+            w = ((four - 8).to(tl.float32) * s).to(v.dtype)
+        else:
+            at = data_ptr + row[:, None] * stride_data + (start + k)[None, :]
+            if EVEN:
+                w = tl.load(at).to(tl.float16)
+            else:
+                w = tl.load(at, mask=(start + k < K)[None, :], other=0.0).to(tl.float16)
+            if PLAIN:
+                w = w.to(v.dtype)
+        if by_step:
+            part = tl.dot(w, tl.trans(v))
+            if COLUMNS:
+                part = part * tl.load(scale_at + start // COLUMNS)[:, None]
+            if GROUP:
+                groups = tl.cdiv(K, GROUP)
+                s_at = x_scales_ptr + m * groups + start // GROUP
+                part = part * tl.load(s_at, mask=real, other=0.0)[None, :]
+            y += part
+        else:
+            y = tl.dot(w, tl.trans(v), y)
+    if not PACKED and COLUMNS == 0:
+        y = y * tl.load(scale_at)[:, None]
+    if not PLAIN and GROUP == 0:
+        y = y * tl.load(x_scales_ptr + m, mask=real, other=0.0)[None, :]
+    n = tl.program_id(0) * BR + tl.arange(0, BR)
+    to = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & real[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Block sizes of one `_product_kernel` launch."""
+
+    m: int
+    rows: int
+    step: int
+    stages: int = 4
+
+
+def tiles_for(rows: int, matrix: QuantisedMatrix) -> Tiles | None:
+    """Block sizes for `rows` rows of x; None: the matrix, or so many rows, have no kernel."""
+    n, step = matrix.data.shape[0], MOST_STEP
+    is_packed = matrix.data.dtype is torch.int32
+    for shared in () if is_packed else (_shared_columns(matrix), matrix.rounding.group):
+        while shared % step:
+            step //= 2
+    if not 0 < rows <= MOST_ROWS or step < LEAST_STEP:
+        return None
+    if is_packed and matrix.width % PER_INT32:
+        return None
+    m = next(size for size in (16, 32, 64, 128) if rows <= size)
+    wide = next((size for size in (64, 32) if n >= 3 * size * NUM_SMS), 16)
+    return Tiles(m, wide, step, stages=4 if m < 128 else 3)
+
+
+def _shared_columns(matrix: QuantisedMatrix) -> int:
+    """Columns that share a scale; 0: all."""
+    return 0 if matrix.scales.shape[-1] == 1 else matrix.columns
+
+
+def round_rows(
+    x: Tensor, rounding: Rounding, maxima: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Numbers [T, K] in dtype (float16 or e4m3), and scales [T, G], of rows x [T, K]."""
+    (rows, columns), group = x.shape, rounding.group if rounding.kind == "group" else 0
+    groups = triton.cdiv(columns, group) if group else 1
+    numbers = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    _round_kernel[(rows, groups)](
+        numbers,
+        scales,
+        x,
+        None if maxima is None else maxima.contiguous(),
+        rounding.scale,
+        columns,
+        x.stride(0),
+        GROUP=group,
+        STATIC=rounding.scale is not None,
+        HAS_MAXIMA=maxima is not None and rounding.kind == "token",
+        LEAST=LEAST_GROUP_MAX if group else LEAST_ROW_SCALE,
+        MOST=E4M3_MAX,
+        BLOCK=min(ROUND_BLOCK, triton.next_power_of_2(group or columns)),
+        num_warps=1 if group else 8,
+        **dependent_launch(x),
+    )
+    return numbers, scales
+
+
+def launch(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None, tiles: Tiles) -> Tensor:
+    """Product [T, N] of rows x [T, K], rounded first, with the matrix, in x's dtype."""
+    rows, n, rounding = x.shape[0], matrix.data.shape[0], matrix.rounding
+    numbers, scales = x if x.stride(1) == 1 else x.contiguous(), None
+    if rounding.kind != "float":
+        numbers, scales = round_rows(x, rounding, maxima, torch.float16)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    _product_kernel[(triton.cdiv(n, tiles.rows), triton.cdiv(rows, tiles.m))](
+        out,
+        numbers,
+        scales,
+        matrix.data,
+        matrix.scales,
+        rows,
+        n,
+        matrix.width,
+        numbers.stride(0),
+        matrix.data.stride(0),
+        matrix.scales.stride(0),
+        ROWS=matrix.rows,
+        COLUMNS=_shared_columns(matrix),
+        GROUP=rounding.group if rounding.kind == "group" else 0,
+        PLAIN=rounding.kind == "float",
+        PACKED=matrix.data.dtype is torch.int32,
+        BM=tiles.m,
+        BR=tiles.rows,
+        BK=tiles.step,
+        EVEN=matrix.width % tiles.step == 0,
+        STAGES=tiles.stages,
+        num_warps=4 if tiles.m < 128 else 8,
+        **dependent_launch(x),
+    )
+    return out

@@ -1,0 +1,134 @@
+"""The kernels for few rows and a quantised matrix, against the reference.
+
+Catches a number that is not rounded to its nearest neighbour, a scale of another block, row or
+group, an edge that 16, 32 or 128 do not divide, and memory that is not written.
+"""
+
+import pytest
+import torch
+from hydraspec_kernels.quantised import QuantisedMatrix, Rounding, quantised_linear, rounded_rows
+from hydraspec_kernels.quantised.kernel import MOST_ROWS, launch, round_rows, tiles_for
+from hydraspec_kernels.quantised.reference import quantised_linear_reference
+from kernel_places import DEVICES, poison
+from torch import Tensor
+
+from hydraspec.models.checkpoint.quantization import Scheme, encode
+
+ROUNDINGS = {
+    "token": Rounding("token"),
+    "group 32": Rounding("group", 32),
+    "group 128": Rounding("group", 128),
+    "static": Rounding("static", scale=torch.tensor([[0.004]])),
+}
+SCHEMES = {
+    "rows": Scheme(kind="fp8", rows=1, columns=None, inputs="token"),
+    "blocks": Scheme(kind="fp8", rows=128, columns=128, inputs="group", group=128),
+    "narrow blocks": Scheme(kind="fp8", rows=32, columns=32, inputs="group", group=32),
+    "blocks beside tokens": Scheme(kind="fp8", rows=16, columns=32, inputs="token"),
+    "one scale": Scheme(kind="fp8", rows=None, columns=None, inputs="token"),
+    "weights alone": Scheme(kind="fp8", rows=1, columns=None, inputs="float"),
+    "int4 groups": Scheme(kind="int4", rows=1, columns=32, inputs="float"),
+    "int4 rows": Scheme(kind="int4", rows=1, columns=None, inputs="float"),
+}
+NARROW = {"cpu": torch.float16, "cuda": torch.bfloat16}  # see kernel_places
+
+
+def rows_of(count: int, width: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes out of a wider tensor, one of them zero."""
+    draw = torch.Generator().manual_seed(count)
+    wide = torch.randn(count, width + 16, generator=draw)
+    wide *= torch.logspace(-2, 2, count)[:, None]
+    wide[count // 2] = 0
+    wide[:, width:] = torch.nan
+    return wide.to(device, dtype)[:, :width]
+
+
+def matrix_of(n: int, k: int, scheme: Scheme, device: str) -> QuantisedMatrix:
+    stored = encode(torch.randn(n, k, generator=torch.Generator().manual_seed(n)), scheme)
+    data, scales = stored[scheme.data].to(device), stored[scheme.scale].float().to(device)
+    rounding = Rounding(scheme.inputs, scheme.group or 0)
+    return QuantisedMatrix(data, scales, scheme.rows or n, scheme.columns or k, k, rounding)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [96, 300])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_rows_round_to_the_reference_s_bits(
+    name: str, width: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounding = ROUNDINGS[name]
+    if rounding.scale is not None:
+        rounding = Rounding("static", scale=rounding.scale.to(device))
+    poison(monkeypatch)
+    for dtype in (torch.float32, NARROW[device]):
+        x = rows_of(9, width, device, dtype)
+        wanted, size = rounded_rows(x, rounding), rounding.group or width
+        for kind in (torch.float16, torch.float8_e4m3fn):
+            numbers, scales = round_rows(x, rounding, None, kind)
+            groups = numbers.float().split(size, 1)
+            found = [part * scales[:, i : i + 1] for i, part in enumerate(groups)]
+            assert torch.equal(torch.cat(found, 1), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_round_by_the_magnitudes_of_all_ranks(device: str) -> None:
+    x = rows_of(5, 96, device, torch.float32)
+    maxima = 2 * x.abs().amax(1, keepdim=True)
+    numbers, scales = round_rows(x, Rounding("token"), maxima, torch.float16)
+    assert torch.equal(numbers.float() * scales, rounded_rows(x, Rounding("token"), maxima))
+
+
+SHAPES = [(1, 40, 96), (5, 70, 160), (17, 33, 104)]
+LARGE = [(1, 4096, 4096), (6, 5376, 2112), (33, 1040, 5376), (128, 2064, 1000)]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("device", "shapes"), [("cpu", SHAPES), pytest.param("cuda", LARGE, marks=pytest.mark.gpu)]
+)
+def test_products_are_the_reference_s(
+    name: str, device: str, shapes: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    for count, n, k in shapes:
+        matrix = matrix_of(n, k, SCHEMES[name], device)
+        x = rows_of(count, k, device, NARROW[device])
+        tiles = tiles_for(count, matrix)
+        assert tiles is not None
+        found = launch(x, matrix, None, tiles).float()
+        wanted = quantised_linear_reference(x.float(), matrix)
+        # The last step of the narrow type, and sums in another order; int4 rounds weights too.
+        error = (found - wanted).abs().amax(1) / wanted.abs().amax(1).clamp(min=1e-20)
+        assert error.max() < (0.01 if device == "cuda" else 0.002), (count, n, k)
+        assert not found[count // 2].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_row_is_multiplied_alike_beside_any_others(name: str) -> None:
+    """Bit for bit for all numbers of rows that the kernel takes."""
+    matrix = matrix_of(1040, 1088, SCHEMES[name], "cuda")
+    x = rows_of(MOST_ROWS, 1088, "cuda", torch.bfloat16)
+    whole = quantised_linear(x, matrix)
+    for count in (1, 2, 7, 16, 17, 40, 64, 65):
+        assert torch.equal(quantised_linear(x[:count], matrix), whole[:count]), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMES)
+def test_many_rows_agree_with_few(name: str) -> None:
+    matrix = matrix_of(1040, 1088, SCHEMES[name], "cuda")
+    x = rows_of(300, 1088, "cuda", torch.bfloat16)
+    few = torch.cat([quantised_linear(part, matrix) for part in x.split(100)]).float()
+    many = quantised_linear(x, matrix).float()
+    error = (many - few).abs().amax(1) / few.abs().amax(1).clamp(min=1e-20)
+    assert error.max() < 0.01
+
+
+def test_what_has_no_kernel_is_left_to_the_library() -> None:
+    assert tiles_for(MOST_ROWS + 1, matrix_of(32, 64, SCHEMES["rows"], "cpu")) is None
+    assert tiles_for(0, matrix_of(32, 64, SCHEMES["rows"], "cpu")) is None
+    odd = Scheme(kind="fp8", rows=8, columns=24, inputs="group", group=24)
+    assert tiles_for(1, matrix_of(32, 72, odd, "cpu")) is None, "steps of 24 columns"
+    packed = Scheme(kind="int4", rows=1, columns=None, inputs="float")
+    assert tiles_for(1, matrix_of(32, 70, packed, "cpu")) is None, "a part of an int32"
