@@ -18,17 +18,14 @@ from hydraspec.metrics.meter import (
     speedup,
 )
 from hydraspec.metrics.paired import SPEEDUP, PairedRatio, costed_ratio
-from hydraspec.metrics.step_costs import (
-    LEAST_BLOCKS,
+from hydraspec.metrics.step_blocks import (
     MOST_BLOCKS,
     STEPS_OF_BLOCK,
     Block,
-    CostRatio,
     StepBlocks,
-    StepCosts,
-    fit,
     step_costs_file,
 )
+from hydraspec.metrics.step_costs import LEAST_BLOCKS, CostRatio, StepCosts, fit
 
 NUM_REQUESTS = 32
 NUM_REPEATS = 200
@@ -133,7 +130,7 @@ def equal_jobs(seed: int, name: str) -> tuple[float, float]:
     assert costs is not None
     logs = [
         np.log(measured_speedup(finished_pairs(*sides)) or 0.0)
-        + costs.ratio(job, "none", [number]).drift
+        + costs.ratio(job, "none", [number]).correction
         for number, (job, sides) in enumerate(zip("ab", runs, strict=True))
     ]
     return logs[0] - logs[1], costs.error("a", "b")
@@ -211,7 +208,7 @@ def test_few_steps_have_no_costs_and_equal_steps_no_error() -> None:
 def test_drift_that_no_model_allows_leaves_the_timings() -> None:
     method, baseline = Machine(3, "idle").run()
     pairs = finished_pairs(method, baseline)
-    costs = CostRatio(drift=0.2, log_error=0.01, holds=False)
+    costs = CostRatio(correction=0.2, log_error=0.01, holds=False)
     assert speedup(pairs, at_once=4, costs=costs) == speedup(pairs, at_once=4)
     moved = speedup(pairs, at_once=4, costs=replace(costs, holds=True))
     assert moved.ratio == pytest.approx((measured_speedup(pairs) or 0.0) * np.exp(0.2))
@@ -221,7 +218,7 @@ def test_a_mix_of_categories_is_no_accident() -> None:
     """Catches requests drawn across categories: the mix is the workload's."""
     tokens = np.repeat([10.0, 40.0], 8) + np.tile([-0.5, 0.5], 8)
     columns = np.stack([tokens, np.ones(16), np.full(16, 10.0), np.full(16, 10.0)])
-    costs = CostRatio(drift=0.0, log_error=0.0)
+    costs = CostRatio(correction=0.0, log_error=0.0)
     wide, narrow = (
         costed_ratio(columns, SPEEDUP, measured=25.0, costs=costs, strata=strata)
         for strata in ([None] * 16, ["a"] * 8 + ["b"] * 8)
