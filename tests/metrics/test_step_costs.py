@@ -89,7 +89,7 @@ class Machine:
 
 
 def estimated(method: Meter, baseline: Meter) -> PairedRatio:
-    costs = cost_ratio(method, baseline)
+    costs = cost_ratio(method, baseline, at_once=4)
     assert costs is not None
     assert costs.holds
     return speedup(finished_pairs(method, baseline), at_once=4, costs=costs)
@@ -203,6 +203,61 @@ def test_few_steps_have_no_costs_and_equal_steps_no_error() -> None:
     found = estimated(*meters)
     assert (found.ratio, found.p) == (pytest.approx(2 / 3), 1e-4)
     assert found.ci95 == pytest.approx((2 / 3, 2 / 3))
+
+
+def timed(meter: Meter, costs: dict[int, float], *, full: int, ends: int) -> None:
+    """Two rounds of `full` steps of 4 requests, each with one mixed step, then `ends` steps of one
+    request; `costs` are milliseconds by number of requests."""
+    for _ in range(2):
+        meter.begin_run()
+        for count, size in ((full, 4), (ends, 1)):
+            for _ in range(count):
+                parts = [part(i, emitted=1) for i in range(size)]
+                meter.add_step(step(*parts, ms=costs[size]))
+            if size == 4:
+                meter.add_step(step(part(0), part(1, prefill_rows=7), ms=80.0))
+    for i in range(4):
+        meter.add_completion(completion(i))
+
+
+def test_steps_of_the_last_few_requests_do_not_move_a_speedup() -> None:
+    """Catches the end of a round in the speedup: the method had 10 of 30 steps there, and a long
+    run next to none."""
+    meters = [Meter(request(i) for i in range(4)) for _ in range(2)]
+    timed(meters[0], {4: 8.0, 1: 6.0}, full=20, ends=10)
+    timed(meters[1], {4: 6.0, 1: 4.0}, full=60, ends=4)
+    full = cost_ratio(*meters, at_once=4)
+    assert full is not None
+    # Of mixed steps the decoding request has 1 of 8 rows.
+    taken = [2 * ms + 2 * 10.0 for ms in (20 * 8.0 + 10 * 6.0, 60 * 6.0 + 4 * 4.0)]
+    whole = [2 * ms + 2 * 10.0 for ms in ((20 + 2.5) * 8.0, (60 + 1) * 6.0)]
+    wanted = np.log(taken[0] / whole[0]) - np.log(taken[1] / whole[1])
+    assert full.correction == pytest.approx(wanted)
+    every = cost_ratio(*meters)
+    assert every is not None
+    assert every.correction == pytest.approx(0.0)
+    assert cost_ratio(*meters, at_once=3) == every, "no step has three requests"
+
+
+def test_a_few_interrupted_steps_do_not_move_a_speedup() -> None:
+    """Catches means that one step of 20 times the cost moves by a tenth."""
+    meters = [Meter(request(i) for i in range(4)) for _ in range(2)]
+    for meter, ms in zip(meters, (8.0, 6.0), strict=True):
+        timed(meter, {4: ms, 1: ms}, full=60, ends=0)
+        for number, block in enumerate(meter.blocks.blocks):
+            block.sizes = {
+                s: (n, of * (1 + number % 3 / 100)) for s, (n, of) in block.sizes.items()
+            }
+    quiet = cost_ratio(*meters)
+    ((size, (count, ms)),) = meters[0].blocks.blocks[5].sizes.items()
+    meters[0].blocks.blocks[5].sizes = {size: (count, ms + 160.0)}
+    loud = cost_ratio(*meters)
+    assert quiet is not None
+    assert loud is not None
+    taken = sum(ms for block in meters[0].blocks.blocks for _, ms in block.sizes.values())
+    interrupted = np.log(taken / (taken - 160.0))
+    assert loud.correction - quiet.correction == pytest.approx(interrupted, rel=0.1)
+    assert loud.log_error < 1.2 * quiet.log_error
 
 
 def test_drift_that_no_model_allows_leaves_the_timings() -> None:
