@@ -256,7 +256,8 @@ def measured_speedup(pairs: Sequence[Pair]) -> float | None:
 
 
 def speedup(pairs: Sequence[Pair], *, at_once: int, costs: CostRatio | None = None) -> PairedRatio:
-    """`measured_speedup` without the machine's drift between both sides, which step costs show.
+    """`measured_speedup` without the machine's drift between both sides and, as `costs` have it,
+    the steps of the last few requests of a round.
 
     The interval joins a paired bootstrap of tokens per step over requests, within categories, and
     the error of the step costs. Without costs, or where drift is not as modelled, timings are

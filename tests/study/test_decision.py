@@ -57,6 +57,7 @@ def decided(sweep: Path) -> Decision:
     (group,) = read(sweep).groups
     found = decide(group)
     assert found is not None
+    assert decide(group) is found, "made once for console, page and file"
     return found
 
 
