@@ -241,9 +241,10 @@ def finished_pairs(method: Meter, baseline: Meter) -> list[Pair]:
 
 def cost_ratio(method: Meter, baseline: Meter, *, at_once: int | None = None) -> CostRatio | None:
     """The cost of the baseline's steps / the cost of the method's, of full steps where requests
-    queue up for `at_once` places (`fit`); None where too few steps were timed."""
+    queue up for `at_once` places (`fit`) and K is fixed: a chosen K depends on their number. None
+    where too few steps were timed."""
     sides = {"method": method.blocks.blocks, "baseline": baseline.blocks.blocks}
-    found = fit([sides], [at_once])
+    found = fit([sides], [None if method.steps.draft_lengths else at_once])
     return None if found is None else found.ratio("method", "baseline")
 
 

@@ -9,7 +9,7 @@ from math import log, sqrt
 
 import numpy as np
 
-from hydraspec.metrics.draft_lengths import drafts_of
+from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.paired import Array
 from hydraspec.metrics.step_blocks import Block
 from hydraspec.metrics.step_costs import CostRatio, fit
@@ -66,8 +66,8 @@ def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
             if not all(sides.values()) or any("decode_steps" not in row for row in run.rows):
                 return None
             found.append(sides)
-            is_open = run.summary["request_rate"] is not None
-            at_once.append(None if is_open else run.summary["concurrency"])
+            is_open, k = run.summary["request_rate"] is not None, drafts_of(run.summary)
+            at_once.append(None if is_open or k == PER_STEP else run.summary["concurrency"])
         runs[job.name] = range(first, len(found))
     if (fitted := fit(found, at_once)) is None:
         return None
