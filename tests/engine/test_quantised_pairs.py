@@ -31,7 +31,8 @@ from hydraspec.models.checkpoint.reader import Checkpoint, resolve_folder
 from hydraspec.models.checkpoint.twins import TWINS
 from hydraspec.models.moe import RoutedExperts
 from hydraspec.models.parts import Tensors, Weights
-from hydraspec.models.quantised import ExpertSlab, Projection
+from hydraspec.models.quantised.experts import ExpertSlab
+from hydraspec.models.quantised.projection import Projection
 from hydraspec.types import CheckpointError
 
 FLOOR = 0.97  # of the float pair's acceptance length
