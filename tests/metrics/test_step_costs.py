@@ -257,7 +257,7 @@ def test_a_few_interrupted_steps_do_not_move_a_speedup() -> None:
     taken = sum(ms for block in meters[0].blocks.blocks for _, ms in block.sizes.values())
     interrupted = np.log(taken / (taken - 160.0))
     assert loud.correction - quiet.correction == pytest.approx(interrupted, rel=0.1)
-    assert loud.log_error < 1.2 * quiet.log_error
+    assert loud.log_error < 1.5 * quiet.log_error
 
 
 def test_drift_that_no_model_allows_leaves_the_timings() -> None:
