@@ -43,6 +43,20 @@ def _config_file(folder: Path) -> Path:
     return next(p for p in (folder / "config.json", folder / "params.json") if p.is_file())
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Answers:
+    """The target's answers to some requests.
+
+    Attributes:
+        texts: the answers of two tokens or more; None where there are none.
+        left_out: indices of requests of which `texts` says nothing: those beyond MAX_ROWS, those
+            without room for K further tokens, and those that ended in an error.
+    """
+
+    texts: Texts | None
+    left_out: frozenset[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class Patient:
     """An engine whose drafter is examined."""
@@ -102,22 +116,28 @@ class Patient:
         return resolve_folder(self.config.method.checkpoint or str(self.config.target.checkpoint))
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
-        """The target's greedy answers to tokenised requests, and its states there. None where no
-        answer has two tokens.
-        """
+        """The texts of `answers`."""
+        return self.answers(requests).texts
+
+    def answers(self, requests: Sequence[Request]) -> Answers:
+        """The target's greedy answers to tokenised requests, with its states at every row."""
         run, greedy = partial(self.engine.baseline().run, concurrency=None), self.greedy(requests)
         ended = {event.index: event for event in run(greedy) if isinstance(event, Completion)}
         kept: list[Text] = []
+        left_out = {i for i, done in ended.items() if done.finish_reason == "error"}
         num_rows = 0
         for text in continued(finished_texts(greedy, ended), self.k, run):
             num_rows += len(text.token_ids)
             if text.num_more == self.k and (num_rows <= MAX_ROWS or not kept):
                 kept.append(text)
+            else:
+                left_out.add(text.index)
         if not kept:
-            return None
+            return Answers(texts=None, left_out=frozenset(left_out))
         num_rows = sum(len(text.token_ids) for text in kept)
         keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
-        return read_texts(self.target, kept, k=self.k, keep=keep)
+        texts = read_texts(self.target, kept, k=self.k, keep=keep)
+        return Answers(texts=texts, left_out=frozenset(left_out))
 
 
 def _kept_layers(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.analysis.doctor.scores import Gain, gain
@@ -117,11 +117,16 @@ def _wording(
 
 
 def gain_of_wording(
-    variant: Mapping[int, float], base: Mapping[int, float], num_compared: int
+    variant: Mapping[int, float],
+    base: Mapping[int, float],
+    num_compared: int,
+    left_out: Collection[int] = (),
 ) -> Gain:
-    """Drafts accepted more per start, paired over requests (index -> mean of its answer). A
-    request that was answered with a token or less counts as none accepted.
+    """The difference in drafts accepted per start between two wordings, paired over requests;
+    `variant` and `base` map a request's index to the mean over its answer. A request that a wording
+    lacks was answered with at most one token there, and counts as no draft accepted. Requests in
+    `left_out` are not compared: their answers were not read in one wording or the other.
     """
-    requests = sorted({*variant, *base})
+    requests = sorted({*variant, *base}.difference(left_out))
     theirs, ours = ([found.get(i, 0.0) for i in requests] for found in (variant, base))
     return gain(theirs, ours, (1,) * len(requests), num_compared=num_compared)

@@ -15,7 +15,7 @@ from hydraspec.analysis.doctor import console, other_heads, page, words
 from hydraspec.analysis.doctor.conclusion import Conclusion, conclude
 from hydraspec.analysis.doctor.diagnosis import Tried
 from hydraspec.analysis.doctor.expected import of_card
-from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
+from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Answers, Patient, few, loaded
 from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
 from hydraspec.analysis.doctor.scores import Scores, score
 from hydraspec.analysis.doctor.verdict import Judgement, evidence
@@ -151,11 +151,11 @@ def _examined(
     checkpoint = patient.config.method.checkpoint or patient.config.target.checkpoint
     if patient.config.method.weights.value == "checkpoint":
         files = words.files_of(checkpoint, patient.speculator.head)
-    texts = patient.texts(requests)
-    trial = patient.trial()
+    answers = patient.answers(requests)
+    texts, trial = answers.texts, patient.trial()
     first = None if texts is None else score(trial, texts, patient.k)
     drafters = None if files is None else files.tokenizer
-    prompted = other_wordings(patient, requests, trial, drafters, (texts, first))
+    prompted = other_wordings(patient, requests, trial, drafters, (answers, first))
     if prompted and prompted[0].is_cause:
         texts = patient.texts(prompted[0].change.requests)
     if texts is None:
@@ -180,24 +180,33 @@ def other_wordings(
     requests: Sequence[Request],
     trial: Trial,
     drafters: Tokenizer | None,
-    now: tuple[Texts | None, Scores | None],
+    now: tuple[Answers, Scores | None],
 ) -> list[Tried[Wording]]:
-    """Other wordings of tokenised requests, the best first; `now` are the texts and scores of the
-    requests as they are, `drafters` the tokenizer in the drafter's folder.
+    """Other wordings of tokenised requests, compared with the configured one, the best first.
+
+    `drafters` is the tokenizer in the drafter's folder; `now` are the target's answers to the
+    requests as configured, and the drafter's scores on them.
     """
     found = []
     others = list(wordings(requests, patient.tokenizer, drafters))
+    before, base = now
     for wording in others:
-        texts = patient.texts(wording.requests)
+        answers = patient.answers(wording.requests)
+        texts = answers.texts
         scores = None if texts is None else score(trial, texts, patient.k)
-        gained = gain_of_wording(_indexed(texts, scores), _indexed(*now), len(others))
+        gained = gain_of_wording(
+            drafts_by_request(texts, scores),
+            drafts_by_request(before.texts, base),
+            len(others),
+            answers.left_out | before.left_out,
+        )
         is_cause = gained.is_sure and gained.mean >= MIN_GAIN
         found.append(Tried(change=wording, scores=scores, gain=gained, is_cause=is_cause))
     return sorted(found, key=lambda each: -each.gain.mean)
 
 
-def _indexed(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
-    """Accepted drafts per start, by the request that a text answers."""
+def drafts_by_request(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
+    """Mean number of drafts accepted per start in the answer to each request, by its index."""
     if texts is None or scores is None:
         return {}
     found, first = {}, 0
