@@ -21,12 +21,12 @@ from torch import Tensor
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.zoo.recipe import draft_files, modeling, recipes, train_assistant, train_drafter
 from hydraspec.zoo.recipe.batches import Sequences, generate_sequences
+from hydraspec.zoo.recipe.make import ASSISTANT_DATA_SEED, ASSISTANT_EXAMPLES
 from hydraspec.zoo.recipe.training import train
 
-EXAMPLES, BATCH, DATA_SEED = 512, 16, 7
-# Of the zoo's recipe (50,000 texts, 128 or 256 a batch) what one core trains in some minutes.
-WHOLE_EXAMPLES, WHOLE_BATCH = 2048, 32
+EXAMPLES, BATCH = 512, 16
 OTHER_SEEDS = (11, 12)  # of whole training; few, so that trained files can be kept
+CPU_EXAMPLES, CPU_BATCH = 2048, 32  # of whole training without a GPU: some minutes a head
 HARMLESS = (
     "as it is",
     "noise of 1 % of a deviation",
@@ -43,7 +43,7 @@ LARGEST_FP8 = 448.0
 TUNING_RATE = 0.05  # of the learning rate of training
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class School:
     """A target, and texts to train its drafters on."""
 
@@ -53,10 +53,11 @@ class School:
 
     @classmethod
     @cache
-    def of(cls, target: str, examples: int = EXAMPLES) -> School:
+    def of(cls, target: str, examples: int = EXAMPLES, device: str = "cpu") -> School:
         folder = resolve_folder(f"zoo:{target}")
-        data = generate_sequences(folder, examples, DATA_SEED, workers=1)
-        return cls(folder, modeling.load_target(folder), data)
+        data = generate_sequences(folder, examples, ASSISTANT_DATA_SEED, workers=1)
+        target_model = modeling.load_target(folder, device)
+        return cls(folder, target_model, data.to(torch.device(device)))
 
     def train(self, drafter: str, folder: Path, *, seed: int, tunes: bool, **changed: int) -> None:
         """Write a drafter with new tensors: trained from scratch, or the zoo's trained on, by the
@@ -88,7 +89,7 @@ class School:
         modeling.save_checkpoint(model, folder, [1, 5])
 
     def _head(self, folder: Path, recipe: recipes.DraftRecipe, tunes: bool) -> None:
-        kept = train_drafter.keep_states(self.target, self.data, recipe.aux_layer_ids)
+        kept = states_of(self, recipe.aux_layer_ids)
         if not tunes:
             head = train_drafter.train_drafter(recipe, self.target, self.data, title="", kept=kept)
         else:
@@ -103,6 +104,12 @@ class School:
         draft_files.save_head(head, recipe, self.target, folder)
 
 
+@cache
+def states_of(school: School, aux_layer_ids: tuple[int, ...]) -> train_drafter.KeptStates:
+    """The target's states over a school's texts."""
+    return train_drafter.keep_states(school.target, school.data, aux_layer_ids)
+
+
 def recipe_of(drafter: str) -> recipes.AssistantRecipe | recipes.DraftRecipe:
     """The zoo's recipe of a drafter."""
     target = drafter.removesuffix("-assistant")
@@ -110,15 +117,18 @@ def recipe_of(drafter: str) -> recipes.AssistantRecipe | recipes.DraftRecipe:
 
 
 def train_from(seed: int, drafter: str, folder: Path) -> None:
-    """Write a drafter that is trained from another seed, with the steps of the zoo's recipe, in
-    smaller batches. `folder` is a copy of the zoo's. Trained files are kept outside the tree.
+    """Write a drafter trained from another seed by the zoo's recipe; without a GPU, by its steps on
+    fewer texts and in smaller batches. `folder` is a copy of the zoo's. Trained files are kept
+    outside the tree: train them on a GPU once, and the trial's machine needs none.
     """
-    steps = recipe_of(drafter).steps
-    name = f"{drafter}-{seed}-{steps}x{WHOLE_BATCH}-of-{WHOLE_EXAMPLES}"
-    kept = Path(tempfile.gettempdir()) / f"hydraspec-trained-heads-{os.getuid()}" / name
+    kept = Path(tempfile.gettempdir()) / f"hydraspec-heads-{os.getuid()}" / f"{drafter}-{seed}"
     if not kept.exists():
-        school = School.of(drafter.split("-")[0], WHOLE_EXAMPLES)
-        school.train(drafter, folder, seed=seed, tunes=False, batch_size=WHOLE_BATCH)
+        target, batch = drafter.split("-")[0], recipe_of(drafter).batch_size
+        if torch.cuda.is_available():
+            school = School.of(target, ASSISTANT_EXAMPLES, "cuda")
+        else:
+            school, batch = School.of(target, CPU_EXAMPLES), CPU_BATCH
+        school.train(drafter, folder, seed=seed, tunes=False, batch_size=batch)
         kept.parent.mkdir(exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=kept.parent))
         for file in folder.glob("*.safetensors"):
