@@ -114,6 +114,7 @@ class Patient:
             method = replace(self.config.method, checkpoint=place)
             speculator: Any = registry.build_speculator(replace(self.config, method=method))
             speculator.load(self.target)
+        _unpack(speculator.head)
         return speculator.head
 
     def _folder(self) -> Path:
@@ -180,6 +181,7 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
     engine: Any = factory.build_engine(config)
     try:
         parts = engine.parts
+        _unpack(getattr(parts.runner.speculator, "head", None))
         yield Patient(
             engine=engine,
             config=config,
@@ -189,6 +191,14 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
         )
     finally:
         engine.close()
+
+
+def _unpack(head: Any) -> None:
+    """Turn the quantised matrices of a head into float ones, in place, since variants and training
+    need such. Their rows are no longer rounded, which changes acceptance by far less than a fault.
+    """
+    if getattr(head, "quantization", None) is not None:
+        head.unpack()
 
 
 def few(requests: Sequence[Request], count: int) -> list[Request]:
