@@ -339,17 +339,25 @@ def _reordered(attention: Attention, reorder: Any) -> Attention:
 
 
 def gate_order(subject: Subject) -> Iterator[Variant]:
-    """Gate and up projections of every MLP exchanged."""
+    """Gate and up projections exchanged: of every MLP, and of each alone."""
     layers = decoder_layers(subject.trial.head)
     if not all(hasattr(layer, "mlp") for layer in layers):
         return
-    yield Variant(
-        cause="gate_order",
-        says="gate_proj goes through the activation",
-        tried="up_proj",
-        remedy=CONVERT,
-        trial=with_layers(subject.trial, lambda layer: edited(layer, mlp=swapped_gate(layer.mlp))),
-    )
+    one_by_one = enumerate(layers) if len(layers) > 1 else ()
+    choices = [("", layers), *((f" of layer {i}", [layer]) for i, layer in one_by_one)]
+    for where, chosen in choices:
+
+        def edit(layer: Any, chosen: Any = chosen) -> Any:
+            is_chosen = any(layer is one for one in chosen)
+            return edited(layer, mlp=swapped_gate(layer.mlp)) if is_chosen else layer
+
+        yield Variant(
+            cause="gate_order",
+            says=f"gate_proj{where} goes through the activation",
+            tried=f"up_proj{where}",
+            remedy=CONVERT,
+            trial=with_layers(subject.trial, edit),
+        )
 
 
 FAMILIES: tuple[Family, ...] = (
