@@ -28,7 +28,7 @@ import torch
 from blind_table import show
 from drawn_conventions import draw_convention
 from drawn_faults import Files, draw_weight_fault
-from drawn_heads import draw_harmless, draw_undertrained
+from drawn_heads import HARMLESS_A_ROUND, draw_harmless, draw_undertrained
 from planted_faults import PAIRS, configuration
 
 from hydraspec.analysis.doctor.conclusion import Conclusion, conclude
@@ -47,7 +47,12 @@ from hydraspec.workloads import reading as workloads
 DOCTOR = "hydraspec/analysis/doctor"
 K, NUM_PROMPTS = 3, 32
 HARMFUL = 0.1  # of the healthy acceptance length
-QUOTAS = {"convention": 3, "weights": 4, "weak": 1, "harmless": 3}  # of each drafter in a round
+QUOTAS = {
+    "convention": 3,
+    "weights": 4,
+    "weak": 1,
+    "harmless": HARMLESS_A_ROUND,
+}  # of each drafter in a round
 ROUNDS = 2
 MOST_DRAWS = 6  # times the quota
 Row = dict[str, Any]

@@ -218,7 +218,7 @@ def head_size(d: Drafter, rng: Rng) -> Turned:
 def epsilon(d: Drafter, rng: Rng) -> Turned:
     key, value = "norm_eps" if d.method == "eagle" else "rms_norm_eps", float(rng.choice([0.1, 1]))
     d.layers[key] = value
-    return Turned(f"{key} {value:g}", ("rms_norm_eps",))
+    return Turned(f"{key} {value:g}", (key,))
 
 
 def routing(d: Drafter, rng: Rng) -> Turned:

@@ -1,5 +1,5 @@
-"""From a drafter and texts to a verdict: conventions first, then the weights where those do not
-explain enough.
+"""The whole examination of a drafter on given texts: its conventions, then its weights if the
+conventions do not explain a low acceptance length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Conclusion:
-    """All that decides about a drafter, and the verdict."""
+    """The verdict on a drafter, with the measurements it rests on."""
 
     diagnosis: Diagnosis
     judgement: Judgement
@@ -30,7 +30,7 @@ class Conclusion:
 
     @property
     def words(self) -> str:
-        """See verdict.sentence."""
+        """The verdict as a sentence; see verdict.sentence."""
         return sentence(self.judgement, self.diagnosis, self.expected)
 
 
@@ -43,9 +43,13 @@ def conclude(
     known: Conclusion | None = None,
     on_variant: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conclusion:
-    """Examine a trial of the patient's drafter. Where its own acceptance length is not known,
-    what its method usually reaches is expected. `known`: of the same trial, with another
-    expectation; what it found is not computed again.
+    """Examine the drafter of `trial` on the target's texts.
+
+    expected: the acceptance length that this drafter should reach; None: the usual one of its
+        method, if that is known for such texts.
+    known: an earlier conclusion about the same trial and texts, made with another expectation. Its
+        measurements are used again.
+    on_variant: see diagnosis.diagnose.
     """
     k, target = patient.k, patient.target
     expected = expected or usual(patient.config.method.name, k, certainty(texts))
@@ -63,6 +67,6 @@ def conclude(
 
 
 def certainty(texts: Texts) -> float:
-    """The mean probability of the target's best token where a chain starts."""
+    """Mean probability, 0 to 1, of the target's most likely token at the places of first drafts."""
     found: torch.Tensor = texts.target.probs[texts.chains.row + 1, 0]
     return float(found.mean())

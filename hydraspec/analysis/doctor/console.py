@@ -1,4 +1,4 @@
-"""Console output of an examination: progress while variants are tried, then findings and tables."""
+"""Console output of an examination: progress while variants are tried, then verdict and tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hydraspec.study import accepted
 from hydraspec.study.console import print_table, run_console, table_console
 
 WIDTH = 120
-SHOWN = 8  # variants of each round
+SHOWN = 8  # variants in each printed table
 EVERY = 20  # variants between lines of progress
 
 
 def progress(*, quiet: bool) -> Callable[[int, int], None]:
-    """A function that is told how many variants of a round are done."""
+    """A callback that prints how many variants of a round have been tried."""
     console = run_console(quiet=quiet)
 
     def on_variant(done: int, total: int) -> None:
@@ -28,7 +28,7 @@ def progress(*, quiet: bool) -> Callable[[int, int], None]:
 
 
 def show(result: Json, file: Path, *, quiet: bool) -> None:
-    """Print the content of doctor.json."""
+    """Print the content of doctor.json (`result`), which was written to `file`."""
     console = table_console(WIDTH, quiet=quiet)
 
     def say(text: str = "", style: str | None = None) -> None:
@@ -62,7 +62,7 @@ HEADER = ("convention", "tried", "acceptance", "drafts a start", "interval", "na
 
 
 def variant_cells(row: Json) -> tuple[str, ...]:
-    """The cells of a variant under HEADER."""
+    """Table cells of a row of doctor.json's `rounds` or `prompts`, in the columns of HEADER."""
     low, high = row["gain_interval"]
     interval = f"{low:+.2f} to {high:+.2f}" if math.isfinite(high - low) else "-"
     nats = row.get("nats")

@@ -1,5 +1,5 @@
-"""Variants of what a head holds: norms on or off, order and sign of its projections, its
-vocabulary map, rotary base, and layouts that converters get wrong.
+"""Variants of a head's own weights and flags: norms on or off, order and sign of the blocks of its
+first projections, vocabulary map, rotary base, and weight layouts that converters get wrong.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hydraspec.models.checkpoint.mistral_names import half_split, interleaved
 from hydraspec.models.layers import Norm
 from hydraspec.speculators.teacher_forcing.trial import Trial
 
-THETAS = (1e4, 5e5, 1e6)  # that releases have
-FACTORS = (1e3, 1e2, 1e-2, 1e-3)
+THETAS = (1e4, 5e5, 1e6)  # rope_theta of released models
+FACTORS = (1e3, 1e2, 1e-2, 1e-3)  # times the configured rope_theta
 CONVERT = "the converter that wrote the drafter's files is wrong here: convert again"
 
 
@@ -43,7 +43,9 @@ CONVERT = "the converter that wrote the drafter's files is wrong here: convert a
 
 
 def entry_matrices(trial: Trial) -> Iterator[Matrix]:
-    """Projections at a head's entry, whose inputs are a concatenation."""
+    """The first projections of a head: their input is a concatenation of equally wide blocks, such
+    as token embedding and target state.
+    """
     head, pair = trial.head, ("embedding", "state")
     if trial.kind == "target_cache":
         yield Matrix(name="pre_projection", blocks=pair, trial=trial, path=("pre",))
@@ -62,7 +64,7 @@ def entry_matrices(trial: Trial) -> Iterator[Matrix]:
 
 
 def block_order(subject: Subject) -> Iterator[Variant]:
-    """The blocks of each entry projection in another order."""
+    """Every other order of the blocks of each first projection."""
     for matrix in entry_matrices(subject.trial):
         count = len(matrix.blocks)
         straight = tuple(range(count))
@@ -80,7 +82,7 @@ def block_order(subject: Subject) -> Iterator[Variant]:
 
 
 def block_signs(subject: Subject) -> Iterator[Variant]:
-    """Some blocks of each entry projection negated."""
+    """Every choice of negated blocks of each first projection."""
     for matrix in entry_matrices(subject.trial):
         count = len(matrix.blocks)
         for signs in itertools.product((1, -1), repeat=count):
@@ -101,7 +103,9 @@ def block_signs(subject: Subject) -> Iterator[Variant]:
 
 
 def norm_flags(subject: Subject) -> Iterator[Variant]:
-    """norm_before_residual, norm_before_fc, fc_norm, and the final norm before the logits."""
+    """The flags norm_before_residual, norm_before_fc, fc_norm and final_norm (before the logits),
+    each turned over. A norm that the files lack gets the weight 1.
+    """
     trial, head = subject.trial, subject.trial.head
     if trial.kind == "target_cache" or hasattr(head, "blocks"):
         return
@@ -153,8 +157,8 @@ def _flag(name: str, value: bool, trial: Trial) -> Variant:
 
 
 def norm_weights(subject: Subject) -> Iterator[Variant]:
-    """Norm weights stored as w where 1 + w is meant (Gemma 2 and 3 store w), or the reverse; tried
-    where most norms then come closer to one.
+    """Norm weights plus one or minus one: Gemma 2 and 3 multiply by 1 + w, other models by w. Only
+    the change that moves the median of the mean norm weights closer to one is tried.
     """
     norms = [w for w in weights_of(subject.trial.head).values() if w.dim() == 1]
     if not norms:
@@ -199,7 +203,9 @@ def _with_norms(trial: Trial, add: float) -> Trial:
 
 
 def vocabulary_map(subject: Subject) -> Iterator[Variant]:
-    """Other readings of d2t: moved by one, absolute ids, no map, sorted."""
+    """Other readings of the map from draft ids to target ids (d2t): moved by one, absolute ids
+    instead of offsets, no map, ids sorted.
+    """
     head, size = subject.trial.head, subject.target.vocab_size
     ids = getattr(head, "vocab_map", None)
     if ids is None:
@@ -219,7 +225,7 @@ def vocabulary_map(subject: Subject) -> Iterator[Variant]:
     for cause, words, found, doubt in readings:
         yield Variant(
             cause=cause,
-            says="draft ids mean the target's " + ("k + d2t[k]" if is_sorted else "unsorted d2t"),
+            says="draft id k is the target's k + d2t[k]" + ("" if is_sorted else ", unsorted"),
             tried=words,
             remedy="d2t holds the difference of target and draft id, of ascending target ids: "
             "mend d2t (and t2d) or convert again",
@@ -229,7 +235,7 @@ def vocabulary_map(subject: Subject) -> Iterator[Variant]:
 
 
 def tables(subject: Subject) -> Iterator[Variant]:
-    """The target's embedding and output projection in place of the head's."""
+    """The target's embedding, or its output projection, instead of the head's own."""
     head, target = subject.trial.head, subject.target
     own = getattr(head, "own", {})
     if target.vocabulary.group.size > 1:
@@ -237,7 +243,7 @@ def tables(subject: Subject) -> Iterator[Variant]:
     if "embed_tokens.weight" in own and head.embedding.width == target.table.width:
         yield Variant(
             cause="embedding_table",
-            says="it has an embedding of its own",
+            says="the drafter has its own embedding",
             tried="the target's",
             remedy="remove embed_tokens.weight from the drafter's files: the target's is used then",
             trial=edited_trial(subject.trial, edited(head, embedding=target.table)),
@@ -247,7 +253,7 @@ def tables(subject: Subject) -> Iterator[Variant]:
         theirs = target.head if ids is None else target.head.of_tokens(ids)
         yield Variant(
             cause="output_head",
-            says="it has an lm_head of its own",
+            says="the drafter has its own lm_head",
             tried="the target's",
             remedy="remove lm_head.weight from the drafter's files: the target's is used then",
             trial=edited_trial(subject.trial, edited(head, head=theirs)),
@@ -258,7 +264,7 @@ def tables(subject: Subject) -> Iterator[Variant]:
 
 
 def rope_theta(subject: Subject) -> Iterator[Variant]:
-    """Other rotary bases: a thousand times more or less, and those that releases have."""
+    """Other values of rope_theta: multiples of the configured one, and those of released models."""
     head = subject.trial.head
     if subject.trial.kind == "target_cache":
         for factor in FACTORS:
@@ -286,14 +292,14 @@ def _theta(value: str, tried: str, trial: Trial) -> Variant:
 
 
 def base_of(frequencies: Frequencies) -> float:
-    """The base of unscaled frequencies, from their ratio."""
+    """The rope_theta of frequencies without rope scaling, from the ratio of the first two."""
     half = frequencies.cos.shape[0] // 2
     theta = frequencies.cos[:half].double()
     return float((theta[0] / theta[1]) ** half)
 
 
 def _rescaled(frequencies: Frequencies, factor: float) -> Frequencies:
-    """The frequencies of a base that is `factor` times as large."""
+    """Frequencies for a rope_theta `factor` times as large."""
     half = frequencies.cos.shape[0] // 2
     theta = frequencies.cos[:half]
     exponent = torch.arange(half, device=theta.device, dtype=theta.dtype) / half
@@ -301,12 +307,13 @@ def _rescaled(frequencies: Frequencies, factor: float) -> Frequencies:
 
 
 def rotary_layout(subject: Subject) -> Iterator[Variant]:
-    """Query and key rows in interleaved pairs where halves are meant, or the reverse."""
+    """Rows of q_proj and k_proj reordered from interleaved rotary pairs to halves, or reversely."""
     if not all(
         isinstance(layer.attention, Attention) for layer in decoder_layers(subject.trial.head)
     ):
         return
-    for reorder, words in ((half_split, "interleaved pairs"), (interleaved, "halves, twice over")):
+    orders = ((half_split, "interleaved pairs"), (interleaved, "halves, converted twice"))
+    for reorder, words in orders:
 
         def edit(layer: Any, reorder: Any = reorder) -> Any:
             return edited(layer, attention=_reordered(layer.attention, reorder))
@@ -332,17 +339,25 @@ def _reordered(attention: Attention, reorder: Any) -> Attention:
 
 
 def gate_order(subject: Subject) -> Iterator[Variant]:
-    """Gate and up projections of the MLPs changed over."""
+    """Gate and up projections exchanged: of every MLP, and of each alone."""
     layers = decoder_layers(subject.trial.head)
     if not all(hasattr(layer, "mlp") for layer in layers):
         return
-    yield Variant(
-        cause="gate_order",
-        says="gate_proj goes through the activation",
-        tried="up_proj",
-        remedy=CONVERT,
-        trial=with_layers(subject.trial, lambda layer: edited(layer, mlp=swapped_gate(layer.mlp))),
-    )
+    one_by_one = enumerate(layers) if len(layers) > 1 else ()
+    choices = [("", layers), *((f" of layer {i}", [layer]) for i, layer in one_by_one)]
+    for where, chosen in choices:
+
+        def edit(layer: Any, chosen: Any = chosen) -> Any:
+            is_chosen = any(layer is one for one in chosen)
+            return edited(layer, mlp=swapped_gate(layer.mlp)) if is_chosen else layer
+
+        yield Variant(
+            cause="gate_order",
+            says=f"gate_proj{where} goes through the activation",
+            tried=f"up_proj{where}",
+            remedy=CONVERT,
+            trial=with_layers(subject.trial, edit),
+        )
 
 
 FAMILIES: tuple[Family, ...] = (

@@ -1,4 +1,4 @@
-"""Ranks the variants of a drafter by acceptance, and says what the matter is."""
+"""Comparison of a drafter with its variants, and search for those that accept more drafts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hydraspec.speculators.teacher_forcing.texts import Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 
 FAMILIES = (*feeding.FAMILIES, *contents.FAMILIES, *fields.FAMILIES)
-MAX_ROUNDS = 3  # a drafter may have several faults: the best variant is kept, and all tried again
-LEAST_GAIN = 0.1  # of the acceptance length, below which no repair is proposed
-MIN_GAIN = 0.02  # drafts more per start, below which a difference of acceptance is no cause
-MIN_NATS = 0.02  # per start, the same of likelihood
-SCREENED = 4  # first, variants are compared over one text in so many
-KEPT = 8  # variants that are compared over all texts
-FEWEST = 8  # texts of a screening
-NEAR = 0.9  # variants with this share of the best one's gain are told apart by likelihood
+MAX_ROUNDS = 3  # each keeps the best variant and tries all others on top of it
+LEAST_GAIN = 0.1  # least share by which a proposed repair raises the acceptance length
+MIN_GAIN = 0.02  # accepted drafts per start that a cause adds at least
+MIN_NATS = 0.02  # log likelihood per start that a cause adds at least, if no drafts
+SCREENED = 4  # every fourth text is used for the first comparison of all variants
+KEPT = 8  # best variants by drafts, and as many by likelihood, that are compared on all texts
+FEWEST = 8  # texts of the first comparison; with fewer, all variants are compared on all texts
+NEAR = 0.9  # causes that gain this share of the best gain are ranked by likelihood
 
 
 C = TypeVar("C", bound=Change)
@@ -32,24 +32,24 @@ C = TypeVar("C", bound=Change)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Tried(Generic[C]):
-    """A change and what it brings."""
+    """A change, measured against the drafter without it on the same texts."""
 
     change: C
-    scores: Scores | None  # None: the target does not answer
-    gain: Gain  # drafts accepted per start
-    nats: Gain | None = None  # log likelihood of the target's distribution, over a start's K drafts
-    is_cause: bool  # the drafter is surely better so
+    scores: Scores | None  # with the change; None: the target does not answer
+    gain: Gain  # of drafts accepted per start
+    nats: Gain | None = None  # of the log likelihood (Scores.log_probs), summed over K drafts
+    is_cause: bool  # the gain is significant and at least MIN_GAIN or MIN_NATS
 
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
-    """Findings, round after round.
+    """Variants by round; each round starts from the variant that the last one kept.
 
     Attributes:
-        base: the drafter as it is.
-        rounds: of each round all variants, best first.
-        found: the variant that each round kept, in order; empty for a healthy drafter.
-        best: the scores after the last variant that was kept.
+        base: scores of the drafter as configured.
+        rounds: all variants of each round, best first.
+        found: the variant kept by each round, in order; empty if no variant was better.
+        best: scores of the last variant kept; `base` if there is none.
     """
 
     base: Scores
@@ -73,9 +73,12 @@ def diagnose(
     max_rounds: int = MAX_ROUNDS,
     on_variant: Callable[[int, int], None] = lambda done, total: None,
 ) -> Diagnosis:
-    """Try every variant, keep the best if it is surely better, and try again from there.
+    """Compare a trial with all its variants, for at most `max_rounds` rounds. Each keeps the best
+    variant, if that is a cause, as the start of the next.
 
-    on_variant(done, total) is called after each. `patient`: its files are read with other fields.
+    patient: the drafter whose files are read again with changed configuration fields; None: such
+        variants are left out.
+    on_variant(done, total) is called after each comparison.
     """
     base = score(trial, texts, k)
     few = None
@@ -92,12 +95,12 @@ def diagnose(
         result.found.append(first)
         result.best, trial = first.scores, first.change.trial
         if first.scores.acceptance < (1 + LEAST_GAIN) * before:
-            break  # it is no repair that anybody is advised
+            break  # too small a gain to build further repairs on
     return result
 
 
 def variants(subject: Subject) -> Iterator[Variant]:
-    """The variants of all families that apply."""
+    """All variants that apply to this drafter."""
     for family in FAMILIES:
         yield from family(subject)
 
@@ -105,9 +108,12 @@ def variants(subject: Subject) -> Iterator[Variant]:
 def ranked(
     subject: Subject, base: Scores, few: Texts | None, on_variant: Callable[[int, int], None]
 ) -> list[Tried[Variant]]:
-    """All variants by acceptance. Causes come first, and of those that accept about as much the
-    likeliest; of those that draft alike the least doubtful. Where there are `few` texts, only the
-    best over those are compared over all, and no other is a cause.
+    """All variants compared with `base`, the scores of the subject, best first.
+
+    The first place goes to a cause: among causes with at least NEAR of the best gain, the one with
+    the highest log likelihood, then the least `doubt`. The others follow by drafts gained.
+    few: a part of the texts. If given, all variants are compared on it first, and only the best
+        KEPT of them on all texts; no other can be a cause.
     """
     with torch.no_grad():
         tried = list(variants(subject))
@@ -154,8 +160,9 @@ def _all(
 def _compared(
     variant: Variant, subject: Subject, base: Scores, num_compared: int
 ) -> Tried[Variant]:
-    """A variant is a cause if more is accepted; or if as much is, and the target's tokens are
-    likelier."""
+    """A variant compared with `base`. It is a cause if it accepts significantly more drafts, or no
+    fewer with a significantly higher log likelihood.
+    """
     scores = score(variant.trial, subject.texts, subject.k)
     likelier = scores.log_probs.sum(1), base.log_probs.sum(1)
     gained = gain(scores.accepted, base.accepted, base.num_of, num_compared=num_compared)

@@ -1,4 +1,4 @@
-"""The acceptance length that a drafter should reach, and who says so."""
+"""The acceptance length that a drafter should reach, and the source of that figure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import yaml  # type: ignore[import-untyped]
 
 CARD = "README.md"  # a model card; its front matter may hold measured results (`model-index`)
 METRIC = "acceptance_length"
-SHORT = 0.9  # share of its own figure that a healthy drafter reaches
-SHORT_OF_USUAL = 0.93  # share of the usual figure, which is a mean
-CERTAIN = 0.99  # mean probability of the target's best token, of text to which RATES apply
-# Share of drafts that are right where those before are, by place: the mean over the zoo's heads of
-# each method (hydraspec/zoo/README.md, "conditional rate per position"). The last goes on.
+SHORT = 0.9  # least share of its own figure that a healthy drafter reaches
+SHORT_OF_USUAL = 0.93  # least share of the method's usual figure, a mean over several drafters
+CERTAIN = 0.99  # least mean probability of the target's best token on texts to which RATES apply
+# Probability that draft 1, 2, 3 is accepted if all drafts before it are; mean over the zoo's heads
+# of the method (hydraspec/zoo/README.md, "conditional rate per position"). Later drafts are taken
+# to have the last rate.
 RATES = {
     "eagle": (0.836, 0.876, 0.784),
     "eagle3": (0.854, 0.859, 0.835),
@@ -27,10 +28,11 @@ RATES = {
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """An acceptance length at the K that is examined, and its source in words.
+    """The acceptance length that a drafter should reach with the examined number of drafts, K.
 
     Attributes:
-        is_own: it is this drafter's; else it is what others of the method reach.
+        source: who says so, as the end of a sentence: "3.2 that {source}".
+        is_own: the figure was measured with this drafter; False: with others of its method.
     """
 
     acceptance_length: float
@@ -39,15 +41,14 @@ class Expected:
 
     @property
     def least(self) -> float:
-        """The acceptance length below which a drafter is not healthy."""
+        """The least acceptance length of a healthy drafter."""
         return self.acceptance_length * (SHORT if self.is_own else SHORT_OF_USUAL)
 
 
 def of_card(folder: Path, k: int) -> Expected | None:
-    """What the model card in a drafter's folder says for K drafts, if anything.
-
-    Read is the `model-index` of the Hugging Face hub: a metric of type `acceptance_length` whose
-    `args` have `num_speculative_tokens`. A card that cannot be read says nothing.
+    """The acceptance length with K drafts according to the model card in a drafter's folder, from
+    the `model-index` of the Hugging Face hub: a metric of type `acceptance_length` whose `args`
+    hold `num_speculative_tokens`. None if the card has none for this K, or cannot be read.
     """
     for metric in _metrics(folder / CARD):
         args = metric.get("args")
@@ -59,8 +60,10 @@ def of_card(folder: Path, k: int) -> Expected | None:
 
 
 def usual(method: str, k: int, certainty: float) -> Expected | None:
-    """The acceptance length that heads of a method usually reach with K drafts, on text of which
-    the target's best token has the mean probability `certainty`; None where we know of none.
+    """The acceptance length that heads of a method usually reach with K drafts; None if no figure
+    is known for the method, or for texts with this `certainty`.
+
+    certainty: mean probability of the target's most likely token on the texts.
     """
     rates = RATES.get(method)
     if rates is None or certainty < CERTAIN:

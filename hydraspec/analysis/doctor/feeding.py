@@ -1,4 +1,4 @@
-"""Variants of how a drafter is fed: states, tokens, positions, feedback, scale."""
+"""Variants of a drafter's inputs: target states, tokens, rotary positions, feedback, KV source."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Rows
 
 AUX_REMEDY = "set eagle_aux_hidden_state_layer_ids of the drafter's config.json to {}"
-MAX_PERMUTED = 4  # aux states: all orders of so many are tried
+MAX_PERMUTED = 4  # orders of aux states are tried for at most this many
 
 
 def aux_ids(subject: Subject) -> Iterator[Variant]:
-    """Other layers: all shifted, one shifted, the default of EAGLE-3's authors."""
+    """Other target layers for the aux states: all ids shifted, one id shifted, and the default of
+    EAGLE-3's authors.
+    """
     ids = subject.trial.aux_ids
     if not ids:
         return
@@ -44,7 +46,7 @@ def aux_ids(subject: Subject) -> Iterator[Variant]:
 
 
 def aux_order(subject: Subject) -> Iterator[Variant]:
-    """The same layers in another order. A list that does not ascend is suspect."""
+    """The same aux layer ids in every other order. The ascending one has the least doubt."""
     ids = subject.trial.aux_ids
     if not 2 <= len(ids) <= MAX_PERMUTED:
         return
@@ -66,8 +68,9 @@ def _with_ids(trial: Trial, ids: tuple[int, ...], *, doubt: int) -> Variant:
 
 
 def tokens_and_states(subject: Subject) -> Iterator[Variant]:
-    """Another token and another state for the row of position t. No later ones: they would be the
-    answer.
+    """The token and the target state of another position in each input row. The row of position t
+    reads token t + 1 and state t; later ones would give the answer away, so only earlier ones are
+    tried.
     """
     trial = subject.trial
     pairs = [(1, 0), (0, 0), (1, -1), (0, -1)]
@@ -92,8 +95,8 @@ def _pair(token: int, state: int) -> str:
 
 
 def positions(subject: Subject) -> Iterator[Variant]:
-    """Rotary positions of draft steps. A head with its own cache only sees differences, so its
-    first pass is never shifted.
+    """Other rotary positions for draft steps 1 and after. Rotary attention depends on differences
+    of positions alone, so shifting all of them in a head with its own KV would change nothing.
     """
     trial = subject.trial
     if trial.kind == "parallel" or (trial.kind == "own_cache" and subject.k == 1):
@@ -122,14 +125,16 @@ def _place(trial: Trial, gap: int) -> str:
 
 
 def target_states(subject: Subject) -> Iterator[Variant]:
-    """The target's last states before or after its final norm."""
+    """The target's last hidden states read before its final norm instead of after it, or the
+    reverse.
+    """
     trial = subject.trial
     if trial.aux_ids or subject.texts.num_layers not in subject.texts.states:
         return
     named = {True: "after the target's final norm", False: "before the target's final norm"}
     yield Variant(
         cause="target_state_norm",
-        says=f"it reads the states {named[trial.reads_normed]}",
+        says=f"the drafter reads the states {named[trial.reads_normed]}",
         tried=named[not trial.reads_normed],
         remedy="the drafter was trained on the other states: choose a head of the method's format",
         trial=replace(trial, reads_normed=not trial.reads_normed),
@@ -137,7 +142,9 @@ def target_states(subject: Subject) -> Iterator[Variant]:
 
 
 def feedback(subject: Subject) -> Iterator[Variant]:
-    """The state that a step hands to the next, before or after the head's final norm."""
+    """The state that a draft step passes to the next one, taken before the head's final norm
+    instead of after it, or the reverse.
+    """
     trial, head = subject.trial, subject.trial.head
     if trial.kind != "own_cache" or subject.k == 1:
         return
@@ -163,12 +170,12 @@ def feedback(subject: Subject) -> Iterator[Variant]:
 
 
 class UnnormedFeedback(MTPHead):
-    """MTP layers that hand on the stream before their final norm."""
+    """An MTP head whose steps pass on the residual stream from before their final norm."""
 
     def forward(
         self, rows: Rows, hidden: Tensor, kv_caches: list[Tensor], *, step: int
     ) -> tuple[Tensor, Tensor]:
-        """See MTPHead.forward."""
+        """Output states, and the residual stream for the next step; see MTPHead.forward."""
         kept = [_StreamKept(layer.block) for layer in self.layers]
         plain = copy(self)
         pairs = zip(self.layers, kept, strict=True)
@@ -178,7 +185,7 @@ class UnnormedFeedback(MTPHead):
 
 
 class _StreamKept:
-    """A decoder layer that remembers the stream it returned."""
+    """A wrapper around a decoder layer that keeps the residual stream of its last call."""
 
     stream: Tensor
 
@@ -186,14 +193,14 @@ class _StreamKept:
         self.block, self.input_norm = block, block.input_norm
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """The layer's own outputs."""
+        """The wrapped layer's outputs, of which the first is the residual stream."""
         self.stream, y = self.block.forward(*args)
         return self.stream, y
 
 
 def embedding_scale(subject: Subject) -> Iterator[Variant]:
-    """Token embeddings times sqrt(D), or without it. Where a norm follows them it makes no
-    difference.
+    """Token embeddings multiplied or divided by sqrt(D). Left out for heads with a norm after the
+    embedding, which undoes any scale.
     """
     head = subject.trial.head
     place = "target" if subject.trial.kind == "target_cache" else "embedding"
@@ -214,7 +221,9 @@ def embedding_scale(subject: Subject) -> Iterator[Variant]:
 
 
 def kv_sources(subject: Subject) -> Iterator[Variant]:
-    """Gemma 4's assistant over the KV of earlier layers of each kind."""
+    """KV of earlier target layers for Gemma 4's assistant, which reads the last layer of each kind
+    (sliding and full attention).
+    """
     trial = subject.trial
     if trial.kind != "target_cache":
         return
@@ -223,7 +232,7 @@ def kv_sources(subject: Subject) -> Iterator[Variant]:
         if by < fewest:
             yield Variant(
                 cause="kv_source",
-                says=f"it reads the KV of {_source(trial.kv_layers_back)}",
+                says=f"the drafter reads the KV of {_source(trial.kv_layers_back)}",
                 tried=_source(by),
                 remedy="give the assistant that was released with this target",
                 trial=replace(trial, kv_layers_back=by),
@@ -231,7 +240,8 @@ def kv_sources(subject: Subject) -> Iterator[Variant]:
 
 
 def _source(back: int) -> str:
-    return "the last layer of each kind" + (f" but {back}" if back else "")
+    place = f"layer {back} before the last" if back else "last layer"
+    return f"the {place} of each kind"
 
 
 FAMILIES: tuple[Family, ...] = (

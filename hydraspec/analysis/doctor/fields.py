@@ -1,5 +1,5 @@
-"""Variants of a drafter's configuration: the head is built again from its files with one field
-changed. For fields that decide how a head is built, which no flag of the built head says.
+"""Variants of fields of a drafter's configuration. Fields that decide how a head is built cannot be
+changed in the loaded head, so it is built again from its files with one field changed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from hydraspec.analysis.doctor.variants import Family, Subject, Variant, edited,
 from hydraspec.errors import UserError
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-EPSILONS = (1e-6, 1e-5)  # that releases have
-SCALES = (1.0, 2.5, 16.0)  # of routed experts, in DeepSeek's releases
-COUNTS = (1, 2, 3, 4, 6, 8)  # of experts per token
-HEADS = (  # these change together where heads are split otherwise
+EPSILONS = (1e-6, 1e-5)  # of norms in released models
+SCALES = (1.0, 2.5, 16.0)  # routed_scaling_factor of DeepSeek's releases
+COUNTS = (1, 2, 3, 4, 6, 8)  # num_experts_per_tok
+HEADS = (  # size and numbers of attention heads, whose products the weights fix
     ("head_dim", "num_attention_heads", "num_key_value_heads"),
     ("head_dim", "n_heads", "n_kv_heads"),
 )
-MOST_MASKS = 8  # tokens that are tried as P-EAGLE's mask
+MOST_MASKS = 8  # tokens with unusual embeddings that are tried as P-EAGLE's mask
 
 
 def config_fields(subject: Subject) -> Iterator[Variant]:
-    """Other values of single fields, as far as the files can be read with them."""
+    """Other values of single fields; those with which the files cannot be loaded are left out."""
     patient = subject.patient
     if patient is None or subject.trial.head is not patient.speculator.head:
-        return  # a repair before this one is not in the files
+        return  # a repair of an earlier round is not in the files
     raw = patient.raw_config()
     for changed in other_values(_layers(raw)):
         name = next(iter(changed))
@@ -57,7 +57,7 @@ def _layers(raw: Raw) -> Raw:
 
 
 def other_values(layers: Raw) -> Iterator[Raw]:
-    """Fields that differ, by their names; several where they only change together."""
+    """Changed fields by name for each variant, given the fields that describe the layers."""
 
     def others(name: str, values: tuple[Any, ...]) -> Iterator[Raw]:
         now = layers.get(name)
@@ -79,8 +79,9 @@ def other_values(layers: Raw) -> Iterator[Raw]:
 
 
 def mask_tokens(subject: Subject) -> Iterator[Variant]:
-    """Other tokens for P-EAGLE's masks: special ones, and those whose embeddings stand out, since a
-    mask's is trained at every place and the others only where their token is.
+    """Other values of P-EAGLE's mask_token_id: special tokens, and tokens whose embedding norm is
+    far from the median. The mask's embedding is trained at every place, others only where their
+    token occurs, so its norm tends to differ.
     """
     head = subject.trial.head
     now = head.spec.mask_token_id
@@ -94,7 +95,7 @@ def mask_tokens(subject: Subject) -> Iterator[Variant]:
             spec = replace(head.spec, mask_token_id=token)
             yield Variant(
                 cause="mask_token_id",
-                says=f"rows after the newest read token {now}",
+                says=f"rows of later drafts read token {now} as their mask",
                 tried=str(token),
                 remedy=f"set mask_token_id of the drafter's config.json to {token}",
                 trial=edited_trial(subject.trial, edited(head, spec=spec)),
@@ -102,7 +103,9 @@ def mask_tokens(subject: Subject) -> Iterator[Variant]:
 
 
 def centroids(subject: Subject) -> Iterator[Variant]:
-    """More candidates in an output projection that scores centroids first."""
+    """More clusters for an output projection that scores the tokens of the best clusters only
+    (Gemma 4's assistants).
+    """
     head = subject.trial.head
     part: Any = getattr(head, "centroids", None)
     if part is None:
@@ -113,7 +116,7 @@ def centroids(subject: Subject) -> Iterator[Variant]:
             other = edited(head, centroids=edited(part, top_k=count))
             yield Variant(
                 cause="centroid_intermediate_top_k",
-                says=f"{part.top_k} of {part.count} centroids are read",
+                says=f"the tokens of {part.top_k} of {part.count} centroids are scored",
                 tried=str(count),
                 remedy=f"set centroid_intermediate_top_k of its config.json to {count}",
                 trial=edited_trial(subject.trial, other),

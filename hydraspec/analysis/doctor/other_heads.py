@@ -1,5 +1,5 @@
-"""An examination of a drafter whose parts cannot be changed: another package's, with a head that
-offers less than ours. Its steps alone are looked at, and the rest of doctor.json is null.
+"""The doctor.json of a drafter from another package whose head cannot be changed part by part. It
+has the acceptance length of a run; the fields that need changes of the head are null or empty.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from hydraspec.types import Completion, Request
 
 
 def as_json(patient: Patient, requests: Sequence[Request], reason: str) -> Json:
-    """What doctor.json says of a run with drafts over tokenised requests, which are answered
-    greedily; `reason` says why no part is changed."""
+    """The content of doctor.json, from a greedy run with drafts over tokenised requests; `reason`
+    says why the head cannot be changed.
+    """
     config, spec = patient.config, patient.speculator.spec
     totals, num_texts = RunningTotals(), 0
     for event in patient.engine.run(patient.greedy(requests), concurrency=None):

@@ -1,5 +1,5 @@
-"""doctor.html: the content of doctor.json as one self-contained page: verdict, what to do,
-evidence, figures. Computes none of them.
+"""doctor.html, one self-contained page: verdict, what to do, evidence and figures. All of its
+content comes from doctor.json; nothing is computed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hydraspec.study.blocks import Block, Kind, Line, Section, Study, Table, Ver
 from hydraspec.study.charts import Bar, Series, grouped_bars, horizontal_bars
 from hydraspec.study.texts import number, percent
 
-# A verdict → kind, and what to do where no remedy of a cause says it.
+# Verdict → style of its box, and what to do if no repair of a convention was found.
 VERDICTS: dict[str | None, tuple[Kind, str]] = {
     "convention": ("bad", "Set the convention as the evidence says."),
     "weights": (
@@ -42,14 +42,14 @@ COLOR, EXPECTED, BOUND = "var(--method)", "var(--good)", "var(--baseline)"
 
 
 def page_of(result: Json) -> str:
-    """The page of the content of doctor.json."""
+    """The HTML page for the content of doctor.json."""
     return html.study_page(study_of(result), Path())
 
 
 def study_of(result: Json) -> Study:
-    """The content of doctor.json as blocks."""
+    """The content of doctor.json as sections and blocks that the study page can render."""
     kind, to_do = VERDICTS[result["verdict"]]
-    figures = result["figures"]  # null for a head whose parts cannot be changed
+    figures = result["figures"]  # null for a head that cannot be changed, see other_heads
     if figures is None:
         to_do = "Run it beside method=none: python -m hydraspec with the same keys."
     remedies = [f"{row['remedy'][:1].upper()}{row['remedy'][1:]}." for row in result["causes"]]
@@ -81,7 +81,7 @@ def study_of(result: Json) -> Study:
 
 
 def _lengths(result: Json) -> Block | None:
-    """Acceptance lengths: as it is, repaired, expected, and what could be reached."""
+    """A bar chart of acceptance lengths: as configured, repaired, expected, and upper bounds."""
     now, repaired = result["acceptance"], result["best_acceptance"]
     found = [("as configured", now, COLOR)]
     if result["causes"]:
@@ -165,7 +165,7 @@ def _signed(row: Json) -> str:
 
 
 def _evidence(result: Json) -> Block | None:
-    """What is odd about the weights."""
+    """A table of damaged weights and parts; None if there are none."""
     lines = [
         Line(
             cells=[
@@ -189,7 +189,9 @@ def _evidence(result: Json) -> Block | None:
 
 
 def _tried(result: Json) -> Iterator[Block]:
-    """Conventions and wordings that were tried, the best first; those that are named stand out."""
+    """Tables of the conventions and prompt wordings tried, best first, with the causes marked
+    green.
+    """
     named = [(row["cause"], row["tried"]) for row in result["causes"]]
     tables = [
         ("Conventions tried" + (f", after repair {done}" if done else ""), rows[:SHOWN])
@@ -213,7 +215,7 @@ def _tried(result: Json) -> Iterator[Block]:
 
 
 def _drafter(result: Json) -> Block | None:
-    """The drafter's conventions in words, and tensors of its files that were not read."""
+    """The drafter's conventions as sentences, and tensors in its files that were not read."""
     unread = (result["tensors"] or {}).get("unread") or []
     said = list(result["drafter_in_words"])
     if unread:

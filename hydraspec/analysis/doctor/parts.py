@@ -16,8 +16,9 @@ from hydraspec.models.parts import Weights, held
 
 
 def module_of(name: str) -> str:
-    """The part of a head that a weight belongs to, with the norms around it, since another scale
-    of one is another scale of the other: "layers.0.mlp", "fc", "lm_head".
+    """The part of a head that a weight belongs to, such as "layers.0.mlp", "fc" or "lm_head". A
+    norm belongs to the part that it scales, since a change of scale in one can be undone in the
+    other.
     """
     stem = re.sub(r"\.(weight|bias)$", "", name)
     for norm, part in _NORMS_OF.items():
@@ -27,7 +28,7 @@ def module_of(name: str) -> str:
     return re.sub(r"\.(self_attn|mlp)\..*$", r".\1", stem)
 
 
-_NORMS_OF = {  # of a part, and the fields of a head that only it reads
+_NORMS_OF = {  # norm → the part of its layer that it is counted with
     "input_layernorm": "self_attn",
     "hidden_norm": "self_attn",
     "post_attention_layernorm": "mlp",
@@ -37,19 +38,23 @@ _NORMS_OF = {  # of a part, and the fields of a head that only it reads
 
 
 def weights_of(head: Any) -> dict[str, Tensor]:
-    """The weights of a head by their names, experts one by one, as views of its memory."""
+    """Floating-point weights of a head by name, each expert's under its own name. The tensors are
+    views: writing to one changes the head.
+    """
     found = {name: held(weight) for name, weight in one_by_one(head.tensors()).items()}
     return {n: w for n, w in found.items() if w.is_floating_point() and w.numel() > 1}
 
 
 def derive(head: Any) -> None:
-    """Recompute what a head has computed from its weights."""
+    """Update everything that a head derived from its weights, after these were changed in place:
+    cached properties, views of stacked weights, P-EAGLE's projected mask state.
+    """
     for part in _parts(head):
         for name, value in vars(type(part)).items():
             if isinstance(value, cached_property):
                 vars(part).pop(name, None)
         if isinstance(part, Linear) and part.weight._base is not None:
-            # A view belongs to the gradient mode that it was made in.
+            # autograd refuses a view that was made under no_grad, so it is made again
             w = part.weight
             part.weight = part.weight._base.as_strided(w.shape, w.stride(), w.storage_offset())
         if isinstance(part, HeadLatents):
@@ -61,7 +66,7 @@ def derive(head: Any) -> None:
 
 
 def _parts(head: Any) -> Iterator[Any]:
-    """A head and everything in it that names weights."""
+    """A head and all parts of it, at any depth, that hold weights."""
     yield head
     found = [getattr(head, name) for name in getattr(head, "names", {})]
     for part in [*found, getattr(head, "layers", [])]:

@@ -1,4 +1,6 @@
-"""A loaded drafter and its target, and the texts that the target writes for the workload."""
+"""A loaded drafter with its target, and the target's answers to a workload, on which it is
+examined.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +30,44 @@ from hydraspec.speculators.teacher_forcing.texts import (
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Completion, Request, SamplingParams
 
-MAX_PROMPTS = 32  # where workload.limit does not say how many
-MAX_OUTPUT = 64  # tokens of each, where sampling.max_tokens says more
-MAX_ROWS = 8192  # of all texts together
-MAX_STATE_BYTES = 4 << 30  # of the target's states that are kept
-SHARE_OF_FREE_MEMORY = 0.5  # that the engine's own cache takes, where the configuration is silent
+MAX_PROMPTS = 32  # if workload.limit is not set
+MAX_OUTPUT = 64  # tokens of each answer, at most
+MAX_ROWS = 8192  # tokens of all prompts and answers together, at most
+MAX_STATE_BYTES = 4 << 30  # memory for the kept states of the target's layers
+SHARE_OF_FREE_MEMORY = 0.5  # of a GPU, for the engine's KV cache if its size is not configured
 
 
-Raw = dict[str, Any]  # a config.json
+Raw = dict[str, Any]  # the content of a config.json or params.json
 
 
 def _config_file(folder: Path) -> Path:
-    """config.json, or Mistral's params.json."""
+    """The configuration file of a checkpoint folder: config.json, or Mistral's params.json."""
     return next(p for p in (folder / "config.json", folder / "params.json") if p.is_file())
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Answers:
+    """The target's answers to some requests.
+
+    Attributes:
+        texts: the answers of two tokens or more; None where there are none.
+        left_out: indices of requests of which `texts` says nothing: those beyond MAX_ROWS, those
+            without room for K further tokens, and those that ended in an error.
+    """
+
+    texts: Texts | None
+    left_out: frozenset[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Patient:
-    """An engine whose drafter is examined."""
+    """The drafter under examination, loaded in an engine with its target."""
 
     engine: Any  # a NativeEngine
     config: RunConfig
     target: TargetModel
     tokenizer: Tokenizer | None  # the target's
-    speculator: Any  # a DraftModelSpeculator with a head of ours, or another package's
+    speculator: Any  # a DraftModelSpeculator, or a speculator of another package
 
     @property
     def spec(self) -> DraftSpec:
@@ -62,27 +78,29 @@ class Patient:
 
     @property
     def k(self) -> int:
-        """Drafts a step."""
+        """Number of drafts per step, K."""
         return self.config.method.most_drafts
 
     def greedy(self, requests: Sequence[Request]) -> list[Request]:
-        """The same requests, answered greedily, at once and with at most MAX_OUTPUT tokens."""
+        """The same requests for greedy answers of at most MAX_OUTPUT tokens, all at once."""
         return [replace(r, sampling=_greedy(r.sampling), arrival_s=None) for r in requests]
 
     def trial(self) -> Trial:
-        """The drafter as the engine uses it."""
+        """The drafter with the conventions that the engine uses."""
         return Trial.of(self.speculator.head)
 
     def raw_config(self) -> Raw:
-        """The drafter's configuration as its file has it."""
+        """The content of the drafter's configuration file."""
         return read_json(_config_file(self._folder()))
 
     def rebuilt(self, edit: Callable[[Raw], None]) -> Any:
-        """The head of the same files with an edited configuration. Nothing is written to the
-        checkpoint.
+        """A new head from the same weights and an edited configuration. The checkpoint's folder is
+        not changed.
+
+        edit: changes the content of the configuration in place.
 
         Raises:
-            UserError: the files do not fit the edited configuration.
+            UserError: the weights do not fit the edited configuration.
         """
         folder = self._folder()
         config = _config_file(folder)
@@ -96,32 +114,41 @@ class Patient:
             method = replace(self.config.method, checkpoint=place)
             speculator: Any = registry.build_speculator(replace(self.config, method=method))
             speculator.load(self.target)
+        _unpack(speculator.head)
         return speculator.head
 
     def _folder(self) -> Path:
         return resolve_folder(self.config.method.checkpoint or str(self.config.target.checkpoint))
 
     def texts(self, requests: Sequence[Request]) -> Texts | None:
-        """The target's greedy answers to tokenised requests, and its states there. None where no
-        answer has two tokens.
-        """
+        """The texts of `answers`."""
+        return self.answers(requests).texts
+
+    def answers(self, requests: Sequence[Request]) -> Answers:
+        """The target's greedy answers to tokenised requests, with its states at every row."""
         run, greedy = partial(self.engine.baseline().run, concurrency=None), self.greedy(requests)
         ended = {event.index: event for event in run(greedy) if isinstance(event, Completion)}
         kept: list[Text] = []
+        left_out = {i for i, done in ended.items() if done.finish_reason == "error"}
         num_rows = 0
         for text in continued(finished_texts(greedy, ended), self.k, run):
             num_rows += len(text.token_ids)
             if text.num_more == self.k and (num_rows <= MAX_ROWS or not kept):
                 kept.append(text)
+            else:
+                left_out.add(text.index)
         if not kept:
-            return None
+            return Answers(texts=None, left_out=frozenset(left_out))
         num_rows = sum(len(text.token_ids) for text in kept)
         keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
-        return read_texts(self.target, kept, k=self.k, keep=keep)
+        texts = read_texts(self.target, kept, k=self.k, keep=keep)
+        return Answers(texts=texts, left_out=frozenset(left_out))
 
 
 def _kept_layers(target: TargetModel, num_rows: int, wanted: Sequence[int]) -> list[int]:
-    """The layers whose states variants may read; those near `wanted` alone where not all fit."""
+    """Layers whose output states are kept for variants: all, or only those within two of `wanted`
+    and the last one if all would exceed MAX_STATE_BYTES.
+    """
     everything = list(range(target.num_layers + 1))
     a_state = num_rows * target.hidden_size * target.dtype.itemsize
     if len(everything) * a_state <= MAX_STATE_BYTES:
@@ -140,18 +167,21 @@ def _greedy(sampling: SamplingParams) -> SamplingParams:
 
 @contextmanager
 def loaded(config: RunConfig) -> Iterator[Patient]:
-    """The engine of a configuration, loaded for an examination: one device, no graphs."""
+    """The drafter and target of a configuration, loaded on one device without CUDA graphs; the
+    engine is closed afterwards.
+    """
     engine_config = config.engine
     cache = engine_config.kv_cache
     is_silent = cache.memory_gib is None and cache.memory_fraction is None
     if is_silent and factory.device_type(config) != "cpu":
-        # The other half of a device is for the texts' own states and KV.
+        # The rest holds the states and KV of the texts.
         cache = replace(cache, memory_fraction=SHARE_OF_FREE_MEMORY)
         engine_config = replace(engine_config, kv_cache=cache)
     config = replace(config, cudagraph=replace(config.cudagraph, name="none"), engine=engine_config)
     engine: Any = factory.build_engine(config)
     try:
         parts = engine.parts
+        _unpack(getattr(parts.runner.speculator, "head", None))
         yield Patient(
             engine=engine,
             config=config,
@@ -163,8 +193,16 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
         engine.close()
 
 
+def _unpack(head: Any) -> None:
+    """Turn the quantised matrices of a head into float ones, in place, since variants and training
+    need such. Their rows are no longer rounded, which changes acceptance by far less than a fault.
+    """
+    if getattr(head, "quantization", None) is not None:
+        head.unpack()
+
+
 def few(requests: Sequence[Request], count: int) -> list[Request]:
-    """`count` requests, of every category as many, evenly spread over each."""
+    """At most `count` requests, the same number from each category, evenly spread over it."""
     if len(requests) <= count:
         return list(requests)
     categories = dict.fromkeys(r.category for r in requests)

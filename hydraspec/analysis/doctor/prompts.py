@@ -1,8 +1,10 @@
-"""Other ways to write the workload's prompts: published chat templates, none, and the BOS token."""
+"""Other wordings of the workload's prompts: published chat templates, no template, and with or
+without the BOS token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.analysis.doctor.scores import Gain, gain
@@ -10,11 +12,11 @@ from hydraspec.analysis.doctor.variants import Change
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
-MIN_GAIN = 0.1  # drafts more per start: answers differ too, so a small difference says nothing
+MIN_GAIN = 0.1  # accepted drafts per start; the answers differ too, so less proves nothing
 
 
 def _turns(start: str, end: str, *, model: str = "assistant", bos: bool = False) -> str:
-    """A template that writes turns as <start>role\\ntext<end>."""
+    """A chat template that writes turns as <start>role\\ntext<end>; `model` names the answerer."""
     role = "{% set role = '" + model + "' if m['role'] == 'assistant' else m['role'] %}"
     turn = "{{ '" + start + "' + role + '\n' + (m['content'] | trim) + '" + end + "\n' }}"
     head = "{{ bos_token }}" if bos else ""
@@ -50,7 +52,7 @@ FORMS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Wording(Change):
-    """The same requests written another way, tokenised."""
+    """The same requests in another wording, tokenised."""
 
     cause: str = "chat_template"
     remedy: str = "write the workload's prompts so, or mend the template in the target's folder"
@@ -60,9 +62,11 @@ class Wording(Change):
 def wordings(
     requests: Sequence[Request], tokenizer: Tokenizer | None, drafters: Tokenizer | None
 ) -> Iterator[Wording]:
-    """Other wordings of tokenised requests, each once; none for requests given as token ids.
+    """Other wordings of tokenised requests, without those that give the same tokens as another.
+    Nothing for requests that were given as token ids.
 
-    drafters: the tokenizer in the drafter's folder, whose template may be the one it knows.
+    tokenizer: the target's.
+    drafters: the one in the drafter's folder; its template may be that of the drafter's training.
     """
     if tokenizer is None or any(r.messages is None and r.prompt is None for r in requests):
         return
@@ -117,11 +121,16 @@ def _wording(
 
 
 def gain_of_wording(
-    variant: Mapping[int, float], base: Mapping[int, float], num_compared: int
+    variant: Mapping[int, float],
+    base: Mapping[int, float],
+    num_compared: int,
+    left_out: Collection[int] = (),
 ) -> Gain:
-    """Drafts accepted more per start, paired over requests (index -> mean of its answer). A
-    request that was answered with a token or less counts as none accepted.
+    """The difference in drafts accepted per start between two wordings, paired over requests;
+    `variant` and `base` map a request's index to the mean over its answer. A request that a wording
+    lacks was answered with at most one token there, and counts as no draft accepted. Requests in
+    `left_out` are not compared: their answers were not read in one wording or the other.
     """
-    requests = sorted({*variant, *base})
+    requests = sorted({*variant, *base}.difference(left_out))
     theirs, ours = ([found.get(i, 0.0) for i in requests] for found in (variant, base))
     return gain(theirs, ours, (1,) * len(requests), num_compared=num_compared)

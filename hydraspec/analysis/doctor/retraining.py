@@ -1,8 +1,8 @@
-"""Which part of a head, trained alone for a few steps, brings most of what is missing.
+"""A search for the damaged part of a head: each part is trained alone for a few steps.
 
-The loss is the one that drafters are trained with, over some of the texts; what counts is the
-likelihood on the others. Where one part is damaged, training it helps far more than training any
-other; where a head is trained too little, every part helps.
+The training loss is that of drafters, the cross entropy with the target's distribution, on some of
+the texts; accepted drafts are counted on the others. If a part is damaged, training it raises
+acceptance much. In a healthy or an undertrained head no part raises it much when trained alone.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from hydraspec.speculators.teacher_forcing.scores import DraftVocabulary
 from hydraspec.speculators.teacher_forcing.texts import Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial, draft_states
 
-STEPS = 4  # of every part
-MORE_STEPS, FINALISTS = 12, 3  # of those that help most then
-TRAINED_TEXTS = 16  # at most half of them; the others judge
-# The first uses every weight but what takes a state or a mask to the next.
+STEPS = 4  # L-BFGS steps for every part
+MORE_STEPS, FINALISTS = 12, 3  # steps for the parts that gained most with STEPS
+TRAINED_TEXTS = 16  # texts for training, at most half of all; the others are for counting
+# Drafts in the loss, by Trial.kind. One uses all weights of a head with its own cache and costs
+# least; the weights for P-EAGLE's masks and for feedback are used from the second draft on.
 TRAINED_DRAFTS = {"own_cache": 1, "parallel": 2, "target_cache": 2}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Retrained:
-    """A head after some steps on one part alone, over texts it was not trained on.
+    """A head after a few training steps on one part, measured on texts that were not trained on.
 
     Attributes:
-        tensor: the weight of the part whose change the loss asked for most.
-        drafts: accepted per start, gained.
-        probability: of the target's token, per draft, gained.
+        module: the trained part, see parts.module_of.
+        tensor: the weight of that part whose change lowered the training loss most.
+        acceptance: acceptance length after the training.
+        before: acceptance length before it, on the same texts.
+        drafts: gain in drafts accepted per start.
+        probability: gain in the probability of the target's token, mean over all drafts.
     """
 
     module: str
@@ -49,13 +53,13 @@ class Retrained:
 
     @property
     def gain(self) -> float:
-        """Of the acceptance length, as a share of what it was."""
+        """Relative gain in acceptance length: 0.1 is 10 % more than before."""
         return self.acceptance / self.before - 1
 
 
 def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[Retrained]:
-    """Train each part of a head in turn, those that help most first; the head is as before
-    afterwards. Empty on a GPU, whose kernels have no gradients.
+    """Train each part of a head alone, and restore it afterwards. Returns the parts by drafts
+    gained, most first; an empty list on a GPU, whose kernels have no gradients.
     """
     if texts.final.is_cuda:
         return []
@@ -103,8 +107,8 @@ def _kept(head: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor], steps: int) -> str:
-    """L-BFGS over changes of the weights in units of their size, in place. Returns the weight
-    whose changes the loss asked for most.
+    """Train some weights in place with L-BFGS; their changes are measured in units of their root
+    mean square. Returns the name of the weight whose change lowered the loss most, to first order.
     """
     start = {name: w.clone() for name, w in weights.items()}
     sizes = {n: max(float(w.square().mean().sqrt()), _usual_size(w)) for n, w in start.items()}
@@ -136,12 +140,14 @@ def _train(trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor], st
 
 
 def _usual_size(w: Tensor) -> float:
-    """The root mean square of a weight that is drawn to keep the size of what it reads."""
+    """The usual root mean square of a weight [out, in] at initialisation, 1 / sqrt(in); 1 for a
+    norm. It is the least unit, so that a weight that is zero can be trained too.
+    """
     return 1.0 if w.dim() < 2 else float(w.shape[-1] ** -0.5)
 
 
 def _copied(saved: Tensor) -> Tensor:
-    """Copy what backward needs: layers change their stream in place."""
+    """A copy of a tensor saved for backward: layers change their residual stream in place."""
     return saved.detach().clone()
 
 
@@ -152,8 +158,8 @@ def _as_it_is(saved: Tensor) -> Tensor:
 def _loss(
     trial: Trial, texts: Texts, k: int, weights: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
-    """The mean cross entropy of the target's distribution under the drafter's, and its gradients;
-    weights that it does not depend on have none.
+    """The mean cross entropy per draft, in nats, of the drafter's distribution with the target's,
+    and its gradients by name; weights without influence on it are left out.
     """
     whole = {name: w if w._base is None else w._base for name, w in weights.items()}
     for tensor in whole.values():
@@ -166,7 +172,7 @@ def _loss(
             for part in draft_states(trial, texts, k)
         ]
         loss = -torch.stack(sums).sum() / texts.chains.count / k
-        if loss.requires_grad:  # centroids choose tokens, and have no gradient
+        if loss.requires_grad:  # false for centroids, which only select tokens
             loss.backward()
     found = {}
     for name, weight in weights.items():

@@ -1,4 +1,6 @@
-"""An examination, from configuration to doctor.json."""
+"""The examination of a configured drafter: loads it, examines it, writes doctor.json and
+doctor.html.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from hydraspec.analysis.doctor import console, other_heads, page, words
 from hydraspec.analysis.doctor.conclusion import Conclusion, conclude
 from hydraspec.analysis.doctor.diagnosis import Tried
 from hydraspec.analysis.doctor.expected import of_card
-from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Patient, few, loaded
+from hydraspec.analysis.doctor.patient import MAX_PROMPTS, Answers, Patient, few, loaded
 from hydraspec.analysis.doctor.prompts import MIN_GAIN, Wording, gain_of_wording, wordings
 from hydraspec.analysis.doctor.scores import Scores, score
 from hydraspec.analysis.doctor.verdict import Judgement, evidence
@@ -42,40 +44,44 @@ from hydraspec.workloads import reading as workloads
 log = logging.getLogger(__name__)
 
 MAX_LISTED = 40  # variants of each round in doctor.json
-TIMED_REQUESTS = 4
+TIMED_REQUESTS = 4  # of the run that measures the share of drafting
 SCHEMA_VERSION = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """All that was found about a drafter."""
+    """All results of an examination."""
 
     patient: Patient
     files: Files | None
     conclusion: Conclusion
-    first: Scores | None  # of prompts and drafter as they are; None: the target does not answer
-    texts: Texts
+    first: Scores | None  # prompts and drafter as configured; None: the target does not answer
+    texts: Texts  # of the best wording
     prompted: list[Tried[Wording]]
     draft_share: float | None = None  # of a decode step's time
 
     @property
     def judgement(self) -> Judgement:
-        """See Conclusion."""
+        """The judgement of the conclusion."""
         return self.conclusion.judgement
 
     @property
     def causes(self) -> list[Tried[Any]]:
-        """The changes that were named, in order."""
+        """The repairs to propose, in order: another wording of the prompts first, if it helps."""
         return [*(each for each in self.prompted[:1] if each.is_cause), *self.judgement.repairs]
 
     @property
     def acceptance(self) -> float | None:
-        """Acceptance length of prompts and drafter as they are."""
+        """Acceptance length with prompts and drafter as configured; None: the target does not
+        answer.
+        """
         return None if self.first is None else self.first.acceptance
 
     @property
     def verdict(self) -> str | None:
-        """See Judgement; another wording of the prompts is a convention."""
+        """The verdict of the judgement; "convention" also if only the wording of the prompts is
+        wrong.
+        """
         return "convention" if self.causes else self.judgement.verdict
 
 
@@ -83,17 +89,18 @@ class Examination:
 def examine(
     config: RunConfig, *, run_dir: Path, overrides: Sequence[str], quiet: bool = False
 ) -> Json:
-    """Examine the drafter of a resolved configuration; what is returned is also
-    `run_dir`/doctor.json.
+    """Examine the drafter of a resolved configuration, write doctor.json and doctor.html to
+    `run_dir`, and print the result. Returns the content of doctor.json.
 
     Raises:
-        ConfigurationError: no drafter with weights, or an engine or layout that is not examined.
-        CheckpointError, WorkloadError: as a run.
+        ConfigurationError: the method has no weights, or engine or parallelism are not supported.
+        CheckpointError: a checkpoint cannot be loaded.
+        WorkloadError: the workload cannot be read, or the target answers none of its prompts.
     """
     check(config)
     folder = RunFolder(run_dir, to_dict(config), overrides)
     workload = workloads.read(config)
-    with loaded(config) as patient, torch.no_grad():  # parts of the head are trained
+    with loaded(config) as patient, torch.no_grad():  # inference mode forbids training parts
         warnings = []
         if workload is None:
             workload = generated.random_requests(config, patient.target.vocab_size)
@@ -104,7 +111,7 @@ def examine(
         count = len(workload.requests) if config.workload.limit else MAX_PROMPTS
         folder.replace_older_run()
         folder.write_environment(environment.describe(patient.engine.info))
-        firsts = [r for r in workload.requests if r.after is None]  # of their conversations
+        firsts = [r for r in workload.requests if r.after is None]  # first turns
         result = _result(patient, few(firsts, count), quiet=quiet) | {"warnings": warnings}
     write_whole(folder.path / DOCTOR, pretty_json(result))
     write_whole(folder.path / DOCTOR_REPORT, page.page_of(result))
@@ -113,10 +120,10 @@ def examine(
 
 
 def check(config: RunConfig) -> None:
-    """Refuse what cannot be examined, before anything is loaded.
+    """Check that the doctor supports a configuration, before anything is loaded.
 
     Raises:
-        ConfigurationError: naming the key.
+        ConfigurationError: method, engine or parallelism cannot be examined; it names the key.
     """
     check_own_drafter(
         config,
@@ -129,7 +136,9 @@ def check(config: RunConfig) -> None:
 
 
 def _result(patient: Patient, requests: Sequence[Request], *, quiet: bool) -> Json:
-    """The content of doctor.json; of another package's drafter what its head offers."""
+    """The content of doctor.json. If examining another package's drafter raises an error, its
+    content is what can be told without changing the head (other_heads).
+    """
     try:
         return as_json(_examined(patient, requests, console.progress(quiet=quiet)))
     except UserError:
@@ -151,11 +160,11 @@ def _examined(
     checkpoint = patient.config.method.checkpoint or patient.config.target.checkpoint
     if patient.config.method.weights.value == "checkpoint":
         files = words.files_of(checkpoint, patient.speculator.head)
-    texts = patient.texts(requests)
-    trial = patient.trial()
+    answers = patient.answers(requests)
+    texts, trial = answers.texts, patient.trial()
     first = None if texts is None else score(trial, texts, patient.k)
     drafters = None if files is None else files.tokenizer
-    prompted = other_wordings(patient, requests, trial, drafters, (texts, first))
+    prompted = other_wordings(patient, requests, trial, drafters, (answers, first))
     if prompted and prompted[0].is_cause:
         texts = patient.texts(prompted[0].change.requests)
     if texts is None:
@@ -180,24 +189,33 @@ def other_wordings(
     requests: Sequence[Request],
     trial: Trial,
     drafters: Tokenizer | None,
-    now: tuple[Texts | None, Scores | None],
+    now: tuple[Answers, Scores | None],
 ) -> list[Tried[Wording]]:
-    """Other wordings of tokenised requests, the best first; `now` are the texts and scores of the
-    requests as they are, `drafters` the tokenizer in the drafter's folder.
+    """Other wordings of tokenised requests, compared with the configured one, the best first.
+
+    `drafters` is the tokenizer in the drafter's folder; `now` are the target's answers to the
+    requests as configured, and the drafter's scores on them.
     """
     found = []
     others = list(wordings(requests, patient.tokenizer, drafters))
+    before, base = now
     for wording in others:
-        texts = patient.texts(wording.requests)
+        answers = patient.answers(wording.requests)
+        texts = answers.texts
         scores = None if texts is None else score(trial, texts, patient.k)
-        gained = gain_of_wording(_indexed(texts, scores), _indexed(*now), len(others))
+        gained = gain_of_wording(
+            drafts_by_request(texts, scores),
+            drafts_by_request(before.texts, base),
+            len(others),
+            answers.left_out | before.left_out,
+        )
         is_cause = gained.is_sure and gained.mean >= MIN_GAIN
         found.append(Tried(change=wording, scores=scores, gain=gained, is_cause=is_cause))
     return sorted(found, key=lambda each: -each.gain.mean)
 
 
-def _indexed(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
-    """Accepted drafts per start, by the request that a text answers."""
+def drafts_by_request(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
+    """Mean number of drafts accepted per start in the answer to each request, by its index."""
     if texts is None or scores is None:
         return {}
     found, first = {}, 0
@@ -208,7 +226,7 @@ def _indexed(texts: Texts | None, scores: Scores | None) -> dict[int, float]:
 
 
 def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
-    """The share of a step's time that drafting takes, from a short run."""
+    """Drafting's share of the time of a decode step, 0 to 1, from a short run."""
     few_requests = [replace(r, arrival_s=None) for r in requests[:TIMED_REQUESTS]]
     phases: Mapping[str, float | None] | None = patient.engine.profile_phases(few_requests)
     if phases is None:
@@ -224,7 +242,7 @@ def _draft_share(patient: Patient, requests: Sequence[Request]) -> float | None:
 
 
 def as_json(found: Examination) -> Json:
-    """The content of doctor.json; see docs/doctor.md."""
+    """The content of doctor.json; docs/doctor.md explains its keys."""
     patient, diagnosis = found.patient, found.conclusion.diagnosis
     expected = found.conclusion.expected
     spec, files = patient.spec, found.files
@@ -259,7 +277,7 @@ def as_json(found: Examination) -> Json:
 
 
 def causes(found: Examination) -> list[Json]:
-    """Rows of the named changes in order, each with the acceptance before it."""
+    """The `causes` of doctor.json: repairs in order, each with the acceptance length before it."""
     rows, before = [], found.acceptance
     for tried in found.causes:
         rows.append({**_row(tried), "acceptance_before": before})
@@ -268,7 +286,7 @@ def causes(found: Examination) -> list[Json]:
 
 
 def verdict(found: Examination) -> str:
-    """The verdict: a sentence, or one for each cause."""
+    """The verdict in words: a sentence for each repair, or one sentence if there is none."""
     if found.causes:
         return " ".join(_sentence(row) for row in causes(found))
     if found.verdict is None:
@@ -308,7 +326,9 @@ def _row(tried: Tried[Any]) -> Json:
 
 
 def _figures(scores: Scores, texts: Texts, tokenizer: Tokenizer | None) -> Json:
-    """The `figures` of doctor.json: where the drafter is accepted, over the target's texts."""
+    """The `figures` of doctor.json: acceptance by draft step, place, context length and token
+    class.
+    """
     chains = texts.chains
     places = ChainPlaces(
         output_place=np.concatenate([np.arange(1, n + 1) for n in chains.num_of if n]),

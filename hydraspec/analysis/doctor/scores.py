@@ -1,8 +1,8 @@
-"""Acceptance of a trial over the texts, and how sure it is that one trial beats another.
+"""Acceptance and likelihood of a trial on the texts, and the interval of a difference of trials.
 
-Beside acceptance a trial has a likelihood: the cross entropy of the target's distribution under the
-drafter's, which is the loss that drafters are trained with. It tells apart what acceptance alone
-needs many more texts for, and what a drafter was trained with is where it is best.
+The likelihood is minus the cross entropy of the drafter's distribution with the target's: the loss
+of drafters' training, with its sign turned. It is highest with the conventions of the training, and
+differs significantly on far fewer texts than the number of accepted drafts does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from hydraspec.speculators.teacher_forcing.scores import DraftVocabulary
 from hydraspec.speculators.teacher_forcing.texts import Texts
 from hydraspec.speculators.teacher_forcing.trial import StepStates, Trial, draft_states
 
-ALPHA = 0.05  # over all variants of a round together
-MIN_TEXTS = 5  # with chains, for an interval
-LEAST_LOG_PROB = -12.0  # nats, of tokens that the drafter cannot propose
+ALPHA = 0.05  # chance of one or more false alarms among all variants of a round
+MIN_TEXTS = 5  # with places to draft from, for an interval
+LEAST_LOG_PROB = -12.0  # nats; also for tokens that the drafter cannot propose
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Scores(ChainDrafts):
-    """Matches, ranks and likelihoods of a trial's drafts from every place of the texts."""
+    """Results of the K drafts from each of the N starting places in the texts; see ChainDrafts."""
 
-    log_probs: NDArray[np.float64]  # [N, K] nats, expected over the target's likely tokens
+    log_probs: NDArray[np.float64]  # [N, K] nats, see `likelihood`
 
 
 def score(trial: Trial, texts: Texts, k: int) -> Scores:
-    """The drafts of a trial from every place, compared with the target's tokens."""
+    """Draft K tokens from every starting place in the texts, teacher-forced, and compare them with
+    the target's tokens.
+    """
     truth = texts.chains.truth
     found = torch.zeros(4, *truth.shape, dtype=torch.float64, device=truth.device)
     vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
@@ -58,10 +60,10 @@ def score(trial: Trial, texts: Texts, k: int) -> Scores:
 def likelihood(
     vocabulary: DraftVocabulary, texts: Texts, part: StepStates, logits: Tensor
 ) -> Tensor:
-    """Log probability of the target's likely tokens in logits [n, V_draft] of a step, expected
-    under the target's distribution: [n] nats.
+    """Log probability that the drafter gives the target's likely tokens, weighted by the target's
+    probabilities: [n] nats, from the logits [n, V_draft] of one draft step of n chains.
     """
-    rows = texts.chains.row[part.chains] + 1 + part.step  # that the truth comes from
+    rows = texts.chains.row[part.chains] + 1 + part.step  # where the target predicts those tokens
     ids, weights = texts.target.ids[rows], texts.target.probs[rows]
     total = logits.logsumexp(-1, keepdim=True)
     likely = (vocabulary.logits_of(logits, ids) - total).clamp(min=LEAST_LOG_PROB)
@@ -70,8 +72,8 @@ def likelihood(
 
 @dataclass(slots=True, frozen=True)
 class Gain:
-    """A mean difference per start, and an interval that holds for all variants of a round together
-    (paired over texts, Student's t, Bonferroni).
+    """A mean difference per starting place, with an interval: paired over texts, Student's t, 95 %
+    for all variants of a round together (Bonferroni).
     """
 
     mean: float
@@ -80,14 +82,18 @@ class Gain:
 
     @property
     def is_sure(self) -> bool:
-        """Returns whether the interval is above zero."""
+        """Returns whether the whole interval is above zero."""
         return self.low > 0
 
 
 def gain(
     variant: ArrayLike, base: ArrayLike, num_of: tuple[int, ...], *, num_compared: int
 ) -> Gain:
-    """The mean of variant - base, [N] each; `num_of` says how many belong to each text."""
+    """The gain of `variant` over `base`, values [N] at the same starting places.
+
+    num_of: number of places in each text; they sum to N.
+    num_compared: number of variants that the interval's confidence is shared by.
+    """
     used = np.array([count for count in num_of if count], float)
     if not used.size:
         return Gain(0.0, -np.inf, np.inf)
@@ -96,7 +102,7 @@ def gain(
     mean, n = float(difference.sum() / used.sum()), len(used)
     if n < MIN_TEXTS:
         return Gain(mean, -np.inf, np.inf)
-    residuals = difference - mean * used  # of a ratio of sums
+    residuals = difference - mean * used  # the mean is a ratio of two sums
     error = float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / used.sum())
     half = student_quantile(ALPHA / (2 * max(1, num_compared)), n - 1) * error
     return Gain(mean, mean - half, mean + half)

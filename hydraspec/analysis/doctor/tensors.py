@@ -1,7 +1,7 @@
-"""Oddities of single weights: values that training does not leave behind.
+"""Checks of single weights for values that training does not produce, such as NaN or equal rows.
 
-Each check reads one matrix as the checkpoint stores it. A token's row of an embedding or an output
-projection may be zero or a copy (unused tokens), so repeated and empty rows say nothing there.
+A check reads one weight as the checkpoint stores it. In an embedding or an output projection the
+rows of unused tokens may be zero or equal, so many more of such rows are allowed there.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_EMPTY = 0.02  # share of rows or columns that may be zero
-MOST_ZEROS = 0.2  # share of single values that may be zero
-MOST_REPEATED = 0.05  # share of rows that may be copies of others
-MOST_SATURATED = 0.01  # share of values that may stand at the largest magnitude
-FEWEST_VALUES = 16  # different values of a matrix
-FAR = 200.0  # standard deviations of the other values; released heads stay within some dozens
-MOST_NEGATIVE = 0.05  # share of a norm's weights; training starts at one, and few come to zero
+MOST_EMPTY = 0.02  # largest share of rows, or columns, that are all zero
+MOST_ZEROS = 0.2  # largest share of values that are zero
+MOST_REPEATED = 0.05  # largest share of rows that equal another
+MOST_REPEATED_TOKENS = 0.3  # the same of an embedding or an output projection
+MOST_SATURATED = 0.01  # largest share of values that have the largest magnitude
+FEWEST_VALUES = 16  # least number of different values
+FAR = 200.0  # largest magnitude in standard deviations; a few dozen occur in released heads
+MOST_NEGATIVE = 0.05  # largest share of negative values in a norm, which training starts at one
 
 
 @dataclass(slots=True, frozen=True)
 class Oddity:
-    """What is odd about a weight.
+    """A finding about a weight.
 
     Attributes:
-        name: of the weight, in the checkpoint's words.
-        says: what is odd, as the end of a sentence that begins with the name.
+        name: the weight's name in the head.
+        says: the finding, as the end of a sentence that begins with the name.
     """
 
     name: str
@@ -35,12 +36,14 @@ class Oddity:
 
 
 def is_table(name: str) -> bool:
-    """Returns whether the weight has a row for each token."""
+    """Returns whether the weight is an embedding or an output projection, with a row for each
+    token.
+    """
     return "embed_tokens" in name or "lm_head" in name
 
 
 def oddities(tensors: Mapping[str, Tensor]) -> list[Oddity]:
-    """What is odd about the weights of a head, the first finding of each; `tensors` by name."""
+    """Findings about the weights of a head, given by name; at most one for each weight."""
     found = []
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.numel() == 1:
@@ -54,9 +57,9 @@ def oddities(tensors: Mapping[str, Tensor]) -> list[Oddity]:
 def _findings(name: str, w: Tensor) -> Iterator[str]:
     checks = _OF_MATRICES if w.dim() == 2 else _OF_NORMS if "norm" in name else _OF_OTHERS
     for check in checks:
-        if is_table(name) and check in (_empty, _repeated):
+        if is_table(name) and check is _empty:
             continue
-        says = check(w)
+        says = check(w) if check is not _repeated else _repeated(w, is_table(name))
         if says is not None:
             yield says
 
@@ -94,12 +97,13 @@ def _few_values(w: Tensor) -> str | None:
     return f"has only {count} different values" if count < FEWEST_VALUES else None
 
 
-def _repeated(w: Tensor) -> str | None:
-    """Equal rows have equal products with a random vector; unequal ones do not."""
+def _repeated(w: Tensor, is_table: bool = False) -> str | None:
+    """Finds equal rows by their products with a random vector, which differ for unequal rows."""
     draw = torch.Generator().manual_seed(0)
     vector = torch.randn(w.shape[1], dtype=torch.float64, generator=draw).to(w.device)
     share = 1 - (w.double() @ vector).unique().numel() / len(w)
-    return f"repeats {share:.0%} of its rows" if share > MOST_REPEATED else None
+    most = MOST_REPEATED_TOKENS if is_table else MOST_REPEATED
+    return f"repeats {share:.0%} of its rows" if share > most else None
 
 
 def _saturated(w: Tensor) -> str | None:
@@ -137,7 +141,7 @@ _OF_MATRICES: tuple[Callable[[Tensor], str | None], ...] = (
     _saturated,
     _far_out,
 )
-# A norm's weight may start, and stay, at one.
+# Norms are not checked for constant or repeated values: training starts them all at one.
 _OF_NORMS: tuple[Callable[[Tensor], str | None], ...] = (
     _not_finite,
     _vanishes,

@@ -1,4 +1,4 @@
-"""Variants of a drafter, and the tools that make one without touching the loaded head."""
+"""Variants of a drafter, and functions that make edited copies of a head without changing it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Change:
-    """A convention tried otherwise.
+    """A change of one convention.
 
     Attributes:
-        cause: a name for machines, such as "aux_layer_ids"; changes of one convention share it.
-        says: how it is now, "aux layer ids are [2, 16, 29]".
-        tried: what is tried in its place, "[1, 15, 28]".
-        remedy: what to do where that is better.
-        doubt: among variants that draft the same, the one with the least is named.
+        cause: identifier of the convention, such as "aux_layer_ids".
+        says: the convention as configured, such as "aux layer ids are [2, 16, 29]".
+        tried: the value tried instead, such as "[1, 15, 28]".
+        remedy: what to do if the change is better.
+        doubt: among changes with equal results, the one with the least doubt is named.
     """
 
     cause: str
@@ -38,30 +38,32 @@ class Change:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Variant(Change):
-    """A drafter with one convention changed."""
+    """A change, and the drafter with it."""
 
     trial: Trial
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Subject:
-    """A drafter under examination, as families of variants see it."""
+    """A drafter of which variants are made, with the texts, target and number of drafts (k) for
+    their comparison.
+    """
 
     trial: Trial
     texts: Texts
     target: TargetModel
     k: int
-    patient: Patient | None = None  # None: its files are not read again
+    patient: Patient | None = None  # None: no variants that read the files again
 
 
-Family = Callable[[Subject], Iterator[Variant]]
+Family = Callable[[Subject], Iterator[Variant]]  # all variants of one kind
 
 
 # ------------------------------------------------------------------ edited copies
 
 
 def with_norm_weight(norm: Norm, weight: Tensor) -> Norm:
-    """A norm with another weight."""
+    """A copy of a norm with another weight."""
     edited = copy(norm)
     edited.__dict__.pop("gain", None)  # cached from the weight
     edited.weight = weight
@@ -69,14 +71,14 @@ def with_norm_weight(norm: Norm, weight: Tensor) -> Norm:
 
 
 def unit_norm(like: Tensor, eps: float, place: Any) -> Norm:
-    """A norm with weight one, as wide as `like` [size]."""
+    """A new norm with weight one, as wide as the vector `like`."""
     norm = Norm(like.shape[0], eps, place)
     norm.weight.fill_(1.0)
     return norm
 
 
 def edited(thing: Any, **changes: Any) -> Any:
-    """A shallow copy, of which some attributes differ."""
+    """A shallow copy with some attributes changed."""
     found = copy(thing)
     for name, value in changes.items():
         setattr(found, name, value)
@@ -84,7 +86,9 @@ def edited(thing: Any, **changes: Any) -> Any:
 
 
 def replaced(thing: Any, path: Sequence[str | int], value: Any) -> Any:
-    """A copy in which the part at `path` is another, with copies of all that holds it."""
+    """A copy with the part at `path` (attribute names and list indices) replaced by `value`. All
+    objects on the path are copied, so the original is not changed.
+    """
     name, *rest = path
     found = copy(thing)
     if isinstance(name, int):
@@ -95,21 +99,21 @@ def replaced(thing: Any, path: Sequence[str | int], value: Any) -> Any:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Matrix:
-    """A projection [in, out] of a head, whose inputs are equally wide blocks."""
+    """A projection of a head, stored [in, out], whose input consists of equally wide blocks."""
 
-    name: str  # as files have it
+    name: str  # in the checkpoint
     blocks: tuple[str, ...]
     trial: Trial
-    path: tuple[str | int, ...]  # in the head
+    path: tuple[str | int, ...]  # in the head, see `replaced`
 
     def arranged(self, order: Sequence[int], signs: Sequence[int]) -> Trial:
-        """Block i of the new matrix is block order[i], times signs[i]."""
+        """The trial with this projection rearranged: block i is block order[i] times signs[i]."""
         linear: Any = self.trial.head
         for name in self.path:
             linear = linear[name] if isinstance(name, int) else getattr(linear, name)
         parts = linear.weight.chunk(len(self.blocks), 0)
         pairs = zip(order, signs, strict=True)
-        found = torch.empty_like(linear.weight)  # with the strides that products expect
+        found = torch.empty_like(linear.weight)  # keeps the strides
         torch.cat([parts[i] * sign for i, sign in pairs], 0, out=found)
         return with_mask_state(
             edited_trial(
@@ -119,7 +123,9 @@ class Matrix:
 
 
 def with_mask_state(trial: Trial) -> Trial:
-    """The trial of a copied head, with P-EAGLE's mask state projected anew."""
+    """The same trial after P-EAGLE's mask state is projected again, as a changed projection
+    requires. The trial's head must be a copy.
+    """
     head = trial.head
     if getattr(head, "mask_state", None) is not None:
         states = head.mask_state.view(len(head.spec.aux_layer_ids), 1, -1).unbind()
@@ -128,13 +134,13 @@ def with_mask_state(trial: Trial) -> Trial:
 
 
 def with_combine(trial: Trial, **changes: Any) -> Trial:
-    """An EAGLE-3 head with another way into it."""
+    """The trial with changed attributes of `combine`, which joins the aux states of EAGLE-3."""
     combine = edited(trial.head.combine, **changes)
     return with_mask_state(edited_trial(trial, edited(trial.head, combine=combine)))
 
 
 def edited_trial(trial: Trial, head: Any) -> Trial:
-    """The same trial of another head."""
+    """The same trial with another head."""
     return replace(trial, head=head)
 
 
@@ -147,7 +153,7 @@ def decoder_layers(head: Any) -> list[Any]:
 
 
 def with_layers(trial: Trial, edit: Callable[[Any], Any]) -> Trial:
-    """Every decoder layer replaced by its edited copy."""
+    """The trial with every decoder layer replaced by `edit(layer)`, a changed copy."""
     head = copy(trial.head)
     if hasattr(head, "blocks"):
         head.blocks = [edit(block) for block in head.blocks]
@@ -157,13 +163,13 @@ def with_layers(trial: Trial, edit: Callable[[Any], Any]) -> Trial:
     if getattr(head, "first", None) is not None:
         head.first = edit(head.first)
     head.layers = [edit(layer) for layer in head.layers]
-    if hasattr(head, "next_norms"):  # of the edited layers
+    if hasattr(head, "next_norms"):  # must be those of the edited layers
         head.next_norms = [*(layer.input_norm for layer in head.layers[1:]), head.norm]
     return edited_trial(trial, head)
 
 
 def swapped_gate(mlp: Any) -> Any:
-    """An MLP, or experts, whose gate and up projections change places."""
+    """A copy of an MLP, or of a layer of experts, with gate and up projections exchanged."""
     if not hasattr(mlp, "routed"):
         return edited(mlp, gate_up=mlp.gate_up.swapped())
     found = edited(mlp, routed=mlp.routed.swapped())
@@ -173,7 +179,7 @@ def swapped_gate(mlp: Any) -> Any:
 
 
 class ScaledTokens:
-    """Stands for a target or a vocabulary whose token embeddings are `scale` times as long."""
+    """A wrapper around a target or an embedding that multiplies token embeddings by `scale`."""
 
     def __init__(self, inner: Any, scale: float) -> None:
         self._inner, self._scale = inner, scale
@@ -182,11 +188,11 @@ class ScaledTokens:
         return getattr(self._inner, name)
 
     def embed(self, *args: Any) -> Tensor:
-        """The inner one's embeddings, scaled."""
+        """Scaled token embeddings; same arguments as the wrapped `embed`."""
         found: Tensor = self._inner.embed(*args) * self._scale
         return found
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """The inner one's rows, with scaled embeddings."""
+        """Scaled embeddings, each concatenated with its state; see TargetModel.embed_beside."""
         beside = hidden if rows is None else hidden.index_select(0, rows)
         return torch.cat((self.embed(token_ids), beside), -1)

@@ -1,4 +1,4 @@
-"""The verdict on a drafter, from what its variants, its weights and its parts show."""
+"""The verdict on a drafter, from its variants, its weights and the training of its parts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from hydraspec.analysis.doctor.tensors import Oddity
 from hydraspec.analysis.doctor.variants import Variant
 
 Class = Literal["convention", "weights", "weak", "healthy"]
-RECOVERED = 0.5  # share of what is missing that the repair of a convention brings
-EXPLAINED = 0.08  # share of what is missing that training a damaged part for some steps brings
-AHEAD = 1.2  # times the drafts that training the next part gains, of a damaged part
-POOR = 1.3  # acceptance length that is weak whatever is expected
+# Missing: the expected acceptance length minus the measured one.
+RECOVERED = 0.5  # least share of what is missing that repaired conventions bring back
+EXPLAINED = 0.08  # least share of it that training a damaged part alone brings back, in drafts
+AHEAD = 1.2  # if nothing is expected: a damaged part gains this many times what the next one does
+POOR = 1.3  # if nothing is expected: a lower acceptance length is called weak
 MAX_EVIDENCE = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class Damage:
-    """What the weights show.
+    """Evidence about damaged weights.
 
     Attributes:
-        oddities: weights with values that training does not leave.
-        parts: parts of the head, trained alone, that help most first; empty where it was not tried.
+        oddities: findings about single weights, see `tensors`.
+        parts: results of training each part alone, largest gain first; empty if none was trained.
     """
 
     oddities: list[Oddity] = field(default_factory=list)
     parts: list[Retrained] = field(default_factory=list)
 
     def explains(self, missing: float | None) -> bool:
-        """Returns whether training one part alone brings enough of the acceptance length that is
-        missing; where that is not known, whether it brings enough, and more than any other.
+        """Returns whether the best part is damaged: trained alone it brings back EXPLAINED of the
+        `missing` acceptance length. If that is None (nothing expected), it has to raise acceptance
+        by LEAST_GAIN, and AHEAD times as much as the next part.
         """
         if not self.parts or self.parts[0].drafts <= 0:
             return False
@@ -47,7 +49,7 @@ class Damage:
 
     @property
     def module(self) -> str | None:
-        """The part of the head that is damaged."""
+        """The part of the head with the strongest evidence of damage; None without evidence."""
         if self.oddities:
             return module_of(self.oddities[0].name)
         return self.parts[0].module if self.parts else None
@@ -55,11 +57,11 @@ class Damage:
 
 @dataclass(slots=True, kw_only=True)
 class Judgement:
-    """What is wrong with a drafter.
+    """The verdict on a drafter, with its reasons.
 
     Attributes:
-        verdict: None where there are too few texts to tell.
-        repairs: the conventions that are wrong, in the order in which they were found.
+        verdict: None if there are too few texts to tell.
+        repairs: changes of wrong conventions, in the order in which they were found.
         damage: evidence about the weights.
     """
 
@@ -74,7 +76,12 @@ def judge(
     oddities: list[Oddity],
     retrain: Callable[[], list[Retrained]],
 ) -> Judgement:
-    """Weigh the evidence; parts are trained only where nothing else explains enough."""
+    """Decide the verdict.
+
+    expected: the acceptance length that the drafter should reach, if known.
+    oddities: findings about its weights.
+    retrain: trains the parts of the head; called only if neither conventions nor findings decide.
+    """
     if diagnosis.is_unsure:
         return Judgement(verdict=None)
     damage = Damage(oddities=oddities)
@@ -99,7 +106,9 @@ def judge(
 
 
 def _worth_proposing(diagnosis: Diagnosis, expected: Expected | None) -> list[Tried[Variant]]:
-    """Repairs that gain enough each, and together recover enough of what is missing."""
+    """The repairs found that each raise acceptance by LEAST_GAIN; none if together they bring back
+    less than RECOVERED of what is missing.
+    """
     first = before = diagnosis.base.acceptance
     kept = []
     for tried in diagnosis.found:
@@ -113,12 +122,12 @@ def _worth_proposing(diagnosis: Diagnosis, expected: Expected | None) -> list[Tr
 
 
 def _reached(tried: Tried[Variant]) -> float:
-    """The acceptance length with a change."""
+    """The acceptance length with a change; 1 if the target does not answer."""
     return 1.0 if tried.scores is None else tried.scores.acceptance
 
 
 def evidence(damage: Damage) -> list[dict[str, object]]:
-    """The `evidence` of doctor.json: what is odd, certain findings first."""
+    """The `evidence` of doctor.json: findings about weights first, then trained parts."""
     rows: list[dict[str, object]] = [
         {"module": module_of(each.name), "tensor": each.name, "says": each.says}
         for each in damage.oddities
@@ -127,7 +136,7 @@ def evidence(damage: Damage) -> list[dict[str, object]]:
         {
             "module": each.module,
             "tensor": each.tensor,
-            "says": "drafts better once it is trained alone",
+            "says": "acceptance rises when this part alone is trained",
             "acceptance_if_trained": each.acceptance,
             "drafts_gained": each.drafts,
             "probability_gained": each.probability,
@@ -138,23 +147,23 @@ def evidence(damage: Damage) -> list[dict[str, object]]:
 
 
 def sentence(judgement: Judgement, diagnosis: Diagnosis, expected: Expected | None) -> str:
-    """What the verdict means, without the repairs of conventions, which have their own words."""
+    """The verdict in one sentence, for every verdict but "convention", whose repairs have their
+    own.
+    """
     accepted = f"acceptance length {diagnosis.base.acceptance:.2f}"
     if expected is not None:
         accepted += f", of {expected.acceptance_length:.2f} that {expected.source}"
     if judgement.verdict == "weights":
         return f"Weights: {_finding(judgement.damage)} ({accepted})."
     if judgement.verdict == "weak":
-        seen = (
-            "" if judgement.damage.parts else " by its values alone (engine.device=cpu sees more)"
-        )
+        seen = "" if judgement.damage.parts else " by its values (engine.device=cpu trains parts)"
         return (
             f"Weak: {accepted}. No convention explains it, and no weight is damaged{seen}: the "
             "drafter is trained too little, for another target, or for other texts."
         )
     if expected is not None and expected.is_own:
         return f"Healthy: {accepted}."
-    return f"Nothing wrong found: no weight is odd, and no variant is better ({accepted})."
+    return f"Nothing wrong found: no odd weight, and no other convention is better ({accepted})."
 
 
 def _finding(damage: Damage) -> str:

@@ -1,4 +1,4 @@
-"""A drafter in words: its conventions, what it shares with the target, and what its files hold."""
+"""Sentences about a drafter: its conventions, what it shares with the target, and its files."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.eagle.head import canonical_name
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 
-MAPS = ("d2t", "t2d")  # read on their own: which token a draft id means
+MAPS = ("d2t", "t2d")  # map draft ids to target ids; read apart from the weights
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Files:
-    """Tensors of a drafter's folder by what becomes of them."""
+    """Names of the tensors in a drafter's folder, read and unread."""
 
     folder: str
-    expected: tuple[str, ...]  # that the head holds, by their names here
-    read: tuple[str, ...]  # in the files and in the head
-    unread: tuple[str, ...]  # in the files alone
+    expected: tuple[str, ...]  # tensors of the head
+    read: tuple[str, ...]  # tensors in the files that the head has
+    unread: tuple[str, ...]  # tensors in the files that the head does not have
     tokenizer: Tokenizer | None
 
 
 def files_of(checkpoint: str, head: Any) -> Files:
-    """Tensors that a loaded head took from its folder, and those it left. (Loading refuses missing
-    ones.)"""
+    """The tensors in a checkpoint's files, split into those that the loaded head reads and others.
+    A head with tensors that its files lack cannot be loaded, so there are none of these.
+    """
     opened = open_draft(checkpoint)
     expected = tuple(sorted(head.tensors()))
     read: list[str] = []
@@ -45,7 +46,7 @@ def files_of(checkpoint: str, head: Any) -> Files:
 
 
 def sentences(spec: DraftSpec, files: Files | None) -> list[str]:
-    """The conventions of a DraftSpec, one sentence each."""
+    """The conventions of a drafter, one sentence each; `files` None: its files were not read."""
     of = f" ({spec.format})" if spec.format else ""
     found = [f"It drafts by method={spec.method}{of}, {spec.draft_width} wide."]
     if spec.kv_mode == "own":
@@ -66,8 +67,8 @@ def sentences(spec: DraftSpec, files: Files | None) -> list[str]:
         found.append(f"A draft step reads the state of the step before it, {state}.")
     else:
         found.append(
-            f"All K drafts come from one pass; rows after the newest read token "
-            f"{spec.mask_token_id} and a learned state."
+            f"All K drafts come from one pass; rows of later drafts read token "
+            f"{spec.mask_token_id} as their mask, and a learned state."
         )
     if spec.aux_layer_ids:
         keeps = "the norm of the state" if spec.norm_before_residual else "the state itself"

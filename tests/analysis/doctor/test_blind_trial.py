@@ -9,8 +9,10 @@ from blind_table import totals
 from blind_trial import module, read, run_round
 from drawn_conventions import draw_convention
 from drawn_faults import Files, draw_weight_fault
+from drawn_heads import HARMLESS, HARMLESS_A_ROUND, draw_harmless
 from planted_faults import PAIRS
 
+ROUNDED = "another rounding to bf16"
 SEED = 3  # of development; the verdict's is the hash of a commit
 EAGLE = PAIRS.index(("tiny_mistral", "eagle"))
 
@@ -38,6 +40,23 @@ def test_draws_differ_and_change_something() -> None:
         found.add((damage.says, damage.names))
         assert any(not drawn.tensors[n].equal(healthy.tensors[n]) for n in damage.names), damage
     assert len(found) > 15
+
+
+@pytest.mark.parametrize("kind", ["noise of 1 % of a deviation", "FP8", "FP8 by row", ROUNDED])
+def test_harmless_heads_differ_a_little(kind: str, tmp_path: Path) -> None:
+    """Catches a kind that leaves every weight as it is, which would test nothing, and one that is
+    no rounding any more.
+    """
+    turn, index = divmod(HARMLESS.index(kind), HARMLESS_A_ROUND)
+    drawn, healthy = files(), files().tensors
+    assert (
+        draw_harmless(drawn, "tiny_mistral-eagle", tmp_path / "head", (SEED, turn, 3, index))
+        == kind
+    )
+    for name in drawn.drafters_weights():
+        now, before = drawn.tensors[name].float(), healthy[name].float()
+        if before.dim() > 1:
+            assert 1e-4 < float((now - before).norm() / before.norm()) < 0.05, name
 
 
 @pytest.mark.parametrize(

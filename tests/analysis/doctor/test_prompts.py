@@ -9,9 +9,10 @@ import pytest
 import torch
 from planted_faults import PAIRS, configuration
 
+from hydraspec.analysis.doctor import patient as patients
 from hydraspec.analysis.doctor.patient import Patient, few, loaded
-from hydraspec.analysis.doctor.prompts import wordings
-from hydraspec.analysis.doctor.run import other_wordings
+from hydraspec.analysis.doctor.prompts import gain_of_wording, wordings
+from hydraspec.analysis.doctor.run import drafts_by_request, other_wordings
 from hydraspec.analysis.doctor.scores import score
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -59,6 +60,34 @@ def test_prompts_of_token_ids_have_no_other_wording(tokenizer: Tokenizer) -> Non
     assert list(wordings([request], tokenizer, None)) == []
 
 
+def test_requests_without_room_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches answers beyond MAX_ROWS counted as rejected drafts, which made the wording with the
+    shorter prompts look better. A request that is hardly answered does count.
+    """
+    config = configuration("tiny_mistral", "eagle", "method.num_speculative_tokens=3")
+    with loaded(config) as patient, torch.inference_mode():
+        workload = workloads.read(config)
+        assert workload is not None
+        requests = few(workload.requests, 8)
+        patient.engine.tokenize(requests)
+        whole = patient.answers(requests)
+        assert whole.texts is not None
+        lengths = [len(text.token_ids) for text in whole.texts.texts]
+        monkeypatch.setattr(patients, "MAX_ROWS", sum(lengths[:3]))
+        cut = patient.answers(requests)
+        assert cut.texts is not None
+        kept = {text.index for text in cut.texts.texts}
+        assert len(kept) == 3
+        assert cut.left_out == {r.index for r in requests} - kept
+        drafts = [
+            drafts_by_request(each.texts, score(patient.trial(), each.texts, patient.k))
+            for each in (whole, cut)
+            if each.texts is not None
+        ]
+    assert gain_of_wording(*drafts, 1, cut.left_out).mean == pytest.approx(0, abs=1e-9)
+    assert gain_of_wording({0: 2.0, 1: 2.0}, {0: 2.0}, 1).mean == 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("target", "method"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
@@ -84,9 +113,9 @@ def named(patient: Patient, requests: Sequence[Request]) -> str | None:
     """The wording that is called a cause, after figures are printed."""
     requests = [replace(r, prompt_token_ids=None) for r in requests]
     patient.engine.tokenize(requests)
-    trial, texts = patient.trial(), patient.texts(requests)
-    scores = None if texts is None else score(trial, texts, patient.k)
-    (best, *_) = other_wordings(patient, requests, trial, None, (texts, scores))
+    trial, answers = patient.trial(), patient.answers(requests)
+    scores = None if answers.texts is None else score(trial, answers.texts, patient.k)
+    (best, *_) = other_wordings(patient, requests, trial, None, (answers, scores))
     before = "nothing" if scores is None else f"{scores.acceptance:.2f}"
     after = "nothing" if best.scores is None else f"{best.scores.acceptance:.2f}"
     print(f"{before}; with {best.change.tried} {after}, gain {best.gain.mean:+.2f}")  # noqa: T201

@@ -55,6 +55,7 @@ def test_values_that_training_does_not_leave(says: str) -> None:
 def test_what_is_not_odd() -> None:
     unused_tokens = torch.cat([trained(60), torch.zeros(4, 48)])
     assert not oddities({"fc.weight": trained(), "lm_head.weight": unused_tokens})
+    assert oddities({"lm_head.weight": trained(32).repeat(2, 1)}), "half of all tokens"
     assert not oddities({"norm.weight": torch.ones(48)})
     assert not oddities({"fc.weight": with_one(5.0)}), "wide checkpoints have such values"
     assert oddities({"fc.weight": with_one(1e3)})
