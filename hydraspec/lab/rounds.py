@@ -1,5 +1,5 @@
 """Measured rounds of a workload on one engine or two: a warm-up, then method and baseline in turn,
-two or four times (A B A B), so that changes of the machine affect method and baseline alike.
+two to eight times (A B A B), so that changes of the machine affect method and baseline alike.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hydraspec.metrics.summary import TeacherForced
 from hydraspec.types import Completion, Request, StepRecord
 from hydraspec.workloads.arrivals import ArrivalProcess
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 4
-TURNOVERS = 4  # of the requests that run at once, in each of more than LEAST_ROUNDS
+LEAST_ROUNDS, MOST_ROUNDS = 2, 8
+TURNOVERS = 2  # of the requests that run at once, in each of more than LEAST_ROUNDS
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 8
 MAX_FULL_WARM_UPS = 3  # repeats, while kernels are still compiled
@@ -163,8 +163,8 @@ def closing_run(
 def _num_rounds(num_requests: int, concurrency: int | None) -> int:
     """The number of rounds. With more of them less of the machine's drift falls on one side, but
     each ends with steps of few requests."""
-    is_long = num_requests >= MOST_ROUNDS * TURNOVERS * (concurrency or num_requests)
-    return MOST_ROUNDS if is_long else LEAST_ROUNDS
+    turnovers = num_requests // (concurrency or num_requests)
+    return min(max(LEAST_ROUNDS, turnovers // TURNOVERS), MOST_ROUNDS)
 
 
 def _parts(requests: Sequence[Request], num_rounds: int) -> Iterator[Sequence[Request]]:

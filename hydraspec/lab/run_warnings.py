@@ -21,6 +21,7 @@ from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.statistics import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
+from hydraspec.study.settings import CONFIG_DIR
 from hydraspec.study.texts import interval
 from hydraspec.types import Completion, Request
 from hydraspec.workloads.generated import REAL_TEXT, random_text_warning
@@ -36,7 +37,6 @@ SIGNIFICANCE = 0.01  # of the sign test on answers
 DOCTOR_COMMAND = "python -m hydraspec.doctor"
 # Groups whose typed keys the doctor's command repeats, without OF_RUNS, which only a run needs.
 DOCTORS_GROUPS = ("target", "method", "workload", "engine", "sampling", "seed")
-CONFIG_DIR = re.compile(rf"{SEARCH_PATH}=\['file://([^'\\]*)'\]")
 OF_RUNS = {
     *("method.max_speculative_tokens", "method.costs", "method.draft_sampling"),
     *("method.verification", "method.synthetic_acceptance_length"),

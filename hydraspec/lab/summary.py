@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from hydraspec.config.schema import RunConfig, Verification
+from hydraspec.config.schema import RunConfig, Verification, WorkloadConfig
 from hydraspec.engine.base import EngineInfo
 from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
@@ -18,6 +18,7 @@ from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, cost_ratio, finished_pairs, measured_speedup, speedup
 from hydraspec.metrics.sinks import OF_BASELINE, request_row
+from hydraspec.metrics.step_costs import CostRatio
 from hydraspec.metrics.summary import (
     ALL_STEPS,
     PROFILE,
@@ -53,7 +54,7 @@ def build(
     info, meter = method.engine.info, method.meter
     pairs = [] if baseline is None else finished_pairs(meter, baseline.meter)
     at_once = config.workload.concurrency or len(requests)
-    costs = None if baseline is None else cost_ratio(meter, baseline.meter)
+    costs = None if baseline is None else _costs(meter, baseline.meter, config.workload)
     gained = speedup(pairs, at_once=at_once, costs=costs)
     by_category = assessment.speedups_by_category(pairs, at_once=at_once, costs=costs)
     source = "step costs" if costs and costs.holds else "timings: drift"
@@ -177,6 +178,11 @@ def _speed(measured: Measured, requests: Sequence[Request], limits: Limits) -> S
         "built_in_rounds": {"kernels": measured.built.kernels, "graphs": measured.built.graphs},
         "accuracy": accuracy([r for r, _ in done], [score_completion(r, c) for r, c in done]),
     }
+
+
+def _costs(method: Meter, baseline: Meter, load: WorkloadConfig) -> CostRatio | None:
+    places = load.concurrency if load.request_rate is None else None
+    return cost_ratio(method, baseline, at_once=places)
 
 
 def _counts(meter: Meter) -> Counts:

@@ -15,7 +15,8 @@ from hydraspec.metrics.counters import RequestCounters, RunningTotals, StepSums
 from hydraspec.metrics.paired import SPEEDUP, PairedRatio, balanced, costed_ratio, paired_ratio
 from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
-from hydraspec.metrics.step_costs import CostRatio, StepBlocks, fit
+from hydraspec.metrics.step_blocks import StepBlocks
+from hydraspec.metrics.step_costs import CostRatio, fit
 from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
 
 
@@ -238,10 +239,12 @@ def finished_pairs(method: Meter, baseline: Meter) -> list[Pair]:
     return [(c, other[c.index]) for c in method.completed if c.finished and c.index in other]
 
 
-def cost_ratio(method: Meter, baseline: Meter) -> CostRatio | None:
-    """The cost of the baseline's steps / the cost of the method's; None where too few steps were
-    timed."""
-    found = fit([{"method": method.blocks.blocks, "baseline": baseline.blocks.blocks}])
+def cost_ratio(method: Meter, baseline: Meter, *, at_once: int | None = None) -> CostRatio | None:
+    """The cost of the baseline's steps / the cost of the method's, of full steps where requests
+    queue up for `at_once` places (`fit`) and K is fixed: a chosen K depends on their number. None
+    where too few steps were timed."""
+    sides = {"method": method.blocks.blocks, "baseline": baseline.blocks.blocks}
+    found = fit([sides], [None if method.steps.draft_lengths else at_once])
     return None if found is None else found.ratio("method", "baseline")
 
 
@@ -254,7 +257,8 @@ def measured_speedup(pairs: Sequence[Pair]) -> float | None:
 
 
 def speedup(pairs: Sequence[Pair], *, at_once: int, costs: CostRatio | None = None) -> PairedRatio:
-    """`measured_speedup` without the machine's drift between both sides, which step costs show.
+    """`measured_speedup` without the machine's drift between both sides and, as `costs` have it,
+    the steps of the last few requests of a round.
 
     The interval joins a paired bootstrap of tokens per step over requests, within categories, and
     the error of the step costs. Without costs, or where drift is not as modelled, timings are

@@ -161,7 +161,7 @@ def costed_ratio(
         chosen = [[place for of in chosen for place in of]]
     parts = [in_blocks(columns[:, of], None) for of in chosen if of]
     columns = columns[:, columns.any(axis=0)]
-    found = log(measured) + costs.drift if measured else None
+    found = log(measured) + costs.correction if measured else None
     return _ratio(columns, parts, signs, found=found, own_error=costs.log_error)
 
 

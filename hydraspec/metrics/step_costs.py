@@ -1,27 +1,22 @@
-"""Costs of decode steps: timed in blocks while a run lasts, then fitted with the machine's drift
-taken out.
+"""Costs of decode steps, fitted to timed blocks of them with the machine's drift taken out.
 
 A speedup is tokens per step, which are counted, times the ratio of two costs of a step, which a
-clock measures. Only that second part is estimated here (ADR 29).
+clock measures. Only that second part is estimated here (ADR 39).
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import log, sqrt
-from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hydraspec.types import StepRecord
+from hydraspec.metrics.step_blocks import Block, Size, sums
 
-STEPS_OF_BLOCK = 4  # at first; twice as many whenever a round has more than MOST_BLOCKS
-MOST_BLOCKS = 16  # of a round
 LEAST_STEPS = 8  # of a size, for its mean to be used
 LEAST_BLOCKS = 4  # of a side of a run
 # Drift: its variance over that of a block's own noise, and how long it lasts in seconds. Levels of
@@ -31,117 +26,11 @@ LASTING_S = (0.5, 2.0, 8.0, 32.0)
 LEVELS = (0.0, 1.0, 10.0)
 NUM_ERRORS = 3.0  # standard errors that drift may move a measured ratio by
 GRANTED = 0.02  # share of the ratio that is allowed beyond them
+OUTLIERS = 3.0  # robust standard deviations of a name's blocks, to which others are moved
+TO_DEVIATION = 1.4826  # of normal noise: standard deviation / median of distances from the median
 UNEVEN = 2.0  # errors; halves of a run that differ by more give the error themselves
 TINY = 1e-20  # steps that all take the same time have no error
 Array = NDArray[np.float64]
-Size = tuple[int, int]  # of a decode step: its requests, and their rows
-
-
-class BlockRecord(TypedDict):
-    """A block in a file; each of `steps` has requests, rows, number of steps, milliseconds."""
-
-    start_s: float
-    end_s: float
-    steps: list[list[float]]
-
-
-class StepCostsFile(TypedDict):
-    """step_costs.json: the blocks of each side of a run."""
-
-    schema_version: int
-    method: list[BlockRecord]
-    baseline: NotRequired[list[BlockRecord]]
-
-
-@dataclass(slots=True)
-class Block:
-    """Decode steps that follow each other: their number and milliseconds by size."""
-
-    start_s: float
-    end_s: float
-    sizes: dict[Size, tuple[int, float]] = field(default_factory=dict)
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps of all sizes."""
-        return sum(count for count, _ in self.sizes.values())
-
-    def add(self, size: Size, count: int, milliseconds: float) -> None:
-        """Add `count` steps of a size and their time."""
-        before, ms = self.sizes.get(size, (0, 0.0))
-        self.sizes[size] = before + count, ms + milliseconds
-
-    def joined(self, later: Block) -> Block:
-        """A block that joins this one and the `later` one, which follows it."""
-        made = Block(self.start_s, later.end_s, dict(self.sizes))
-        for size, (count, ms) in later.sizes.items():
-            made.add(size, count, ms)
-        return made
-
-    @classmethod
-    def of_record(cls, found: BlockRecord) -> Block:
-        """The block of a record in a file."""
-        made = cls(found["start_s"], found["end_s"])
-        for requests, rows, count, ms in found["steps"]:
-            made.add((int(requests), int(rows)), int(count), ms)
-        return made
-
-
-class StepBlocks:
-    """The decode steps of one side of a run, in blocks. Steps that read prompts are left out.
-
-    Attributes:
-        blocks: the blocks of all rounds, in order.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.blocks: list[Block] = []
-        self._clock = clock
-        self.begin_run()
-
-    def begin_run(self) -> None:
-        """Begin a round, whose steps go into new blocks."""
-        self._first, self._length = len(self.blocks), STEPS_OF_BLOCK
-
-    def add(self, record: StepRecord, total_ms: float) -> None:
-        """Count a step that has just ended."""
-        if not record.requests or any(part.is_prefill for part in record.requests):
-            return
-        now, of_round = self._clock(), self.blocks[self._first :]
-        if not of_round or of_round[-1].num_steps >= self._length:
-            if len(of_round) == MOST_BLOCKS:
-                pairs = zip(of_round[::2], of_round[1::2], strict=True)
-                self.blocks[self._first :] = [one.joined(other) for one, other in pairs]
-                self._length *= 2
-            self.blocks.append(Block(now - total_ms / 1000, now))
-        self.blocks[-1].end_s = now
-        rows = sum(part.num_rows for part in record.requests)
-        self.blocks[-1].add((len(record.requests), rows), 1, total_ms)
-
-
-def step_costs_file(sides: Mapping[str, StepBlocks]) -> StepCostsFile:
-    """The content of step_costs.json."""
-    blocks = {
-        name: [
-            {
-                "start_s": block.start_s,
-                "end_s": block.end_s,
-                "steps": [[*size, *of] for size, of in block.sizes.items()],
-            }
-            for block in side.blocks
-        ]
-        for name, side in sides.items()
-    }
-    return cast(StepCostsFile, {"schema_version": 1, **blocks})
-
-
-def _sums(blocks: Iterable[Block]) -> dict[Size, tuple[int, float]]:
-    """Numbers of steps and milliseconds of all blocks, by size."""
-    total = Block(0.0, 0.0)
-    for block in blocks:
-        for size, (count, ms) in block.sizes.items():
-            total.add(size, count, ms)
-    return total.sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +38,12 @@ class CostRatio:
     """A ratio of two costs of decode steps, as a correction of the ratio of measured times.
 
     Attributes:
-        drift: the logarithm of this ratio less that of the measured one.
+        correction: the logarithm of this ratio less that of the measured one.
         log_error: the standard error of the ratio's logarithm.
         holds: whether drift is within what its model allows; if not, measured times are used.
     """
 
-    drift: float
+    correction: float
     log_error: float
     holds: bool = True
 
@@ -181,12 +70,14 @@ class StepCosts:
         places: the row of each name in `covariance`.
         covariance: the covariance of the logarithms of costs.
         drifts: by run and name, how much slower the machine was than over all runs (logarithm).
+        ends: by run and name, how much more a request's step cost than in full steps (logarithm).
         checks: the checks of each run.
     """
 
     places: Mapping[str, int]
     covariance: Array
     drifts: Sequence[Mapping[str, float]]
+    ends: Sequence[Mapping[str, float]]
     checks: Sequence[Check]
 
     def covariance_of(self, first: tuple[str, str], second: tuple[str, str]) -> float:
@@ -203,13 +94,16 @@ class StepCosts:
 
     def ratio(self, one: str, other: str, runs: Sequence[int] = (0,)) -> CostRatio:
         """The cost of `other` / the cost of `one`, to correct the times that `runs` measured."""
-        drift = float(np.mean([self.drifts[run][one] - self.drifts[run][other] for run in runs]))
+        drift, ends = (
+            float(np.mean([found[run][one] - found[run][other] for run in runs]))
+            for found in (self.drifts, self.ends)
+        )
         error = self.error(one, other)
         checks = [self.checks[run] for run in runs]
         plain = sqrt(sum(each.plain**2 for each in checks)) / len(checks)
         halves = sqrt(sum(each.halves**2 for each in checks)) / len(checks)
         return CostRatio(
-            drift=drift,
+            correction=drift + ends,
             log_error=halves if halves > UNEVEN * error else error,
             holds=abs(drift) <= NUM_ERRORS * max(plain, error) + GRANTED,
         )
@@ -217,25 +111,34 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Timed:
-    """Blocks [N] of one run: logarithms of time / the mean time of steps of these sizes, places of
-    names, middles in seconds, numbers of steps and milliseconds."""
+    """Blocks [N] of one run: logarithms of time / the mean time of steps of these sizes, as far
+    as OUTLIERS allows, places of names, middles in seconds, numbers of steps, milliseconds, and the
+    mean milliseconds of as many steps of these sizes."""
 
     logs: Array
     names: NDArray[np.int64]
     at_s: Array
     num_steps: Array
     ms: Array
+    expected_ms: Array
 
 
-def fit(runs: Sequence[Mapping[str, Iterable[Block]]]) -> StepCosts | None:
+def fit(
+    runs: Sequence[Mapping[str, Iterable[Block]]], at_once: Sequence[int | None] | None = None
+) -> StepCosts | None:
     """Costs of steps by name, fitted to the blocks that runs have of each name; None where a run
-    has fewer than LEAST_BLOCKS of a name.
+    has fewer than LEAST_BLOCKS of a name. For a run with `at_once` requests, costs are those of
+    full steps, which have that many: fewer are left at the end of a round, which a longer workload
+    has once and a short one for a third of its steps. None, or too few such steps: of all steps.
 
     The logarithm of a block's time is the cost of its name, the run's level, drift that lasts
     for some seconds, and noise: generalised least squares, averaged over the sizes of drift by
     their restricted likelihood, so that uncertainty about drift is a part of the error.
     """
-    kept = [{name: list(blocks) for name, blocks in run.items()} for run in runs]
+    whole = [{name: list(blocks) for name, blocks in run.items()} for run in runs]
+    kept = [
+        _full(run, width) for run, width in zip(whole, at_once or [None] * len(runs), strict=True)
+    ]
     by_name: dict[str, list[Block]] = defaultdict(list)
     for run in kept:
         for name, blocks in run.items():
@@ -243,7 +146,7 @@ def fit(runs: Sequence[Mapping[str, Iterable[Block]]]) -> StepCosts | None:
     typical = {
         (name, size): ms / count
         for name, blocks in by_name.items()
-        for size, (count, ms) in _sums(blocks).items()
+        for size, (count, ms) in sums(blocks).items()
         if count >= LEAST_STEPS and ms
     }
     places = {name: i for i, name in enumerate(by_name)}
@@ -268,10 +171,42 @@ def fit(runs: Sequence[Mapping[str, Iterable[Block]]]) -> StepCosts | None:
         covariance += weight * (each.covariance + np.outer(off, off))
     best = fits[int(likelihoods.argmax())]
     drifts = [
-        {name: _mean(found, places[name]) - float(costs[places[name]]) for name in run}
+        {name: _taken(found, places[name]) - float(costs[places[name]]) for name in run}
         for run, found in zip(kept, timed, strict=True)
     ]
-    return StepCosts(places, covariance, drifts, best.checks)
+    ends = [
+        {name: _added_at_ends(run[name], full[name]) for name in run}
+        for run, full in zip(whole, kept, strict=True)
+    ]
+    return StepCosts(places, covariance, drifts, ends, best.checks)
+
+
+def _full(run: Mapping[str, list[Block]], at_once: int | None) -> Mapping[str, list[Block]]:
+    """The blocks of a run without steps of fewer requests than `at_once`; as they are where a name
+    has too few others."""
+    full: dict[str, list[Block]] = {}
+    for name, blocks in run.items():
+        parts = [
+            replace(
+                block, sizes={size: of for size, of in block.sizes.items() if size[0] == at_once}
+            )
+            for block in blocks
+        ]
+        full[name] = [block for block in parts if block.sizes]
+        if len(full[name]) < LEAST_BLOCKS:
+            return run
+    return full
+
+
+def _added_at_ends(blocks: Sequence[Block], full: Sequence[Block]) -> float:
+    """Logarithm of all decode time / what it would be if steps of fewer requests than full ones
+    cost as much for each request."""
+    mixed_ms = sum(block.mixed_ms for block in blocks)
+    (steps, ms), (full_steps, full_ms) = (
+        np.sum([(size[0] * of[0], of[1]) for size, of in sums(part).items()], axis=0)
+        for part in (blocks, full)
+    )
+    return log((mixed_ms + ms) / (mixed_ms + steps * full_ms / full_steps)) if ms > 0 else 0.0
 
 
 def _timed(
@@ -288,15 +223,21 @@ def _timed(
             if ms > 0:
                 count = sum(count for count, _ in known.values())
                 middle = (block.start_s + block.end_s) / 2
-                rows.append((log(ms / expected), places[name], middle, count, ms))
-    logs, names, at_s, num_steps, taken_ms = np.array(rows, float).reshape(-1, 5).T
-    return _Timed(logs, names.astype(np.int64), at_s, num_steps, taken_ms)
+                rows.append((places[name], middle, count, ms, expected))
+    names, at_s, num_steps, taken_ms, expected_ms = np.array(rows, float).reshape(-1, 5).T
+    logs = np.log(taken_ms / expected_ms)
+    for place in set(names.tolist()):
+        of = names == place
+        off = logs[of] - np.median(logs[of])
+        most = OUTLIERS * TO_DEVIATION * np.median(np.abs(off))
+        logs[of] += np.clip(off, -most, most) - off
+    return _Timed(logs, names.astype(np.int64), at_s, num_steps, taken_ms, expected_ms)
 
 
-def _mean(found: _Timed, place: int) -> float:
-    """The mean of a name's logarithms over its blocks, weighted by time."""
+def _taken(found: _Timed, place: int) -> float:
+    """Logarithm of the time of a name's blocks / the mean time of steps of their sizes."""
     of = found.names == place
-    return float(np.average(found.logs[of], weights=found.ms[of]))
+    return log(float(found.ms[of].sum() / found.expected_ms[of].sum()))
 
 
 @dataclass(slots=True)

@@ -65,9 +65,9 @@ def read_rope(
     )
     part.defaults = {LENGTH: max_position_embeddings}
     rope, full = scaled(part, head_dim), reader.part(key, values)
-    for name in values if known is not None else ():
-        if name not in known:
-            raise full.fail(f"{key}.{name}", f"only {', '.join(sorted(known))}")
+    unknown = [] if known is None else [name for name in values if name not in known]
+    if known is not None and unknown:
+        raise full.fail(f"{key}.{unknown[0]}", f"only {', '.join(sorted(known))}")
     if not values.get(BETA):
         return rope
     if known is None or BETA not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -117,10 +118,20 @@ def write(group: Group, folder: Path, *, say: bool = False) -> None:
 
 
 def headline(group: Group) -> Verdict:
-    """Verdict on a ranking: of two jobs, whether the other one beats the reference and by how much;
-    of several, the best job."""
+    """Verdict on a ranking: of two jobs, whether the other one beats the reference and by how much,
+    then the answer, if there is one; of several, the answer."""
     if len(group.jobs) != 2 or group.reference is None:
         return verdict(group)
+    against = _against_reference(group)
+    if decide(group) is None:
+        return against
+    found = verdict(group)
+    return replace(against, reasons=[found.sentence, *found.reasons], to_do=found.to_do)
+
+
+def _against_reference(group: Group) -> Verdict:
+    """Verdict on the second of two jobs against the first."""
+    assert group.reference is not None
     (other,), reference = group.others, group.reference.job.title
     figure, title = other.against(group.by), other.job.title
     if figure is None:

@@ -17,7 +17,7 @@ from hydraspec.metrics.summary import Interval
 from hydraspec.study.blocks import Kind
 from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import Group, JobFigures
-from hydraspec.study.settings import typed_settings
+from hydraspec.study.settings import config_dir, typed_settings
 from hydraspec.study.texts import ci_words, percent, some_of
 
 SMALLEST_EFFECT = 0.03  # share of the speed: jobs that differ by less are equally good
@@ -145,6 +145,7 @@ class Decision:
         """The command of the sweep that settles the answer, or of the best job's run."""
         best, typed = self.best, typed_settings(self.best.job.folder)
         shared = [f"{key}={value}" for key, value in typed.items() if key not in ("method", K)]
+        shared = [*config_dir(best.job.folder), *shared]
         method, drafts = best.job.summary["method"], drafts_of(best.job.summary)
         if self.predicted is not None:
             values = f"{drafts},{self.predicted.num_drafts}"
@@ -188,8 +189,13 @@ class Decision:
 
 def decide(group: Group) -> Decision | None:
     """The decision for a group of jobs: which to use, which are as good, and which are slower than
-    no drafts. None where jobs are not ranked by speedup, or where no job with drafts has a known
-    speedup and lossless outputs."""
+    no drafts; made once for a group. None where jobs are not ranked by speedup, or where no job
+    with drafts has a known speedup and lossless outputs."""
+    group.decision = group.decision or _decided(group)
+    return group.decision
+
+
+def _decided(group: Group) -> Decision | None:
     drafting = [
         each
         for each in group.jobs

@@ -118,6 +118,8 @@ def compare(
         for key in differing[:1]:
             was, now = its_machine.get(key), machine.get(key)
             notes.append(f"speed is not compared: {key} was {was}, is {now}")
+        if not (differing or job.is_plain):
+            notes.append("speedups are compared as timed: a stored baseline has no step costs")
         checks = [*_acceptance(job, reference, acceptance_margin)]
         checks += _others(job, reference, speed_margin, with_speed=not differing)
         notes += outputs.untold(job)

@@ -32,6 +32,10 @@ NOTE_OF_SPEEDS = (
     "jobs does not cancel. A speedup is over the job's own baseline: it says what drafts gain "
     "there, not which job is faster."
 )
+NOTE_OF_COSTS = (
+    "Speedups rest on the step costs of all jobs together; a job's own page has that of its own "
+    "steps alone."
+)
 MOST_MORE = 100  # times the prompts of a comparison: more prompts than this are not asked for
 SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
 Column = tuple[str, Callable[[JobFigures], str]]  # heading, and a job's cell
@@ -43,7 +47,11 @@ def notes(group: Group) -> list[str]:
     if group.reference is None:
         return []
     drift = drift_words(group)
-    return [NOTE if group.by == "speedup" else NOTE_OF_SPEEDS, *([drift] if drift else [])]
+    return [
+        NOTE if group.by == "speedup" else NOTE_OF_SPEEDS,
+        *([NOTE_OF_COSTS] if group.has_costs else []),
+        *([drift] if drift else []),
+    ]
 
 
 def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Block:

@@ -9,17 +9,19 @@ from math import log, sqrt
 
 import numpy as np
 
-from hydraspec.metrics.draft_lengths import drafts_of
+from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.paired import Array
-from hydraspec.metrics.step_costs import Block, CostRatio, fit
+from hydraspec.metrics.step_blocks import Block
+from hydraspec.metrics.step_costs import CostRatio, fit
 from hydraspec.study.jobs import Job, baseline_keys
 
 FEWEST_ALIKE = 3  # jobs with drafts, from which the growth of costs with K is estimated
 # Prior standard deviations of log(cost of a step / cost of a step without drafts): the part that
-# all jobs share, at K=0 and for each draft; a drafter's difference from this part; a job's own.
-ALL, ALL_PER_DRAFT = 0.3, 0.2
-DRAFTER, DRAFTER_PER_DRAFT = 0.1, 0.03
-OWN = 0.03
+# all jobs share, at one row and per log(K + 1), and jobs of one K; a drafter's difference from this
+# part; a job's own. A cost proportional to rows is 1 per log(K + 1), one that is not, 0.
+ALL, ALL_GROWTH, OF_K = 0.3, 0.5, 0.03
+DRAFTER, DRAFTER_GROWTH = 0.1, 0.1
+OWN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +29,25 @@ class JobCosts:
     """Ratios: cost of a step without drafts / cost of a job's step, for N jobs with drafts.
 
     Attributes:
-        places: index of each of these jobs in `drifts` and `covariance`, by name; jobs without
-            drafts have no place, and ratio 1.
-        drifts: [N] logarithm of the ratio minus the logarithm of the ratio of measured times.
+        places: index of each of these jobs in `corrections` and `covariance`, by name; jobs
+            without drafts have no place, and ratio 1.
+        corrections: [N] logarithm of the ratio minus the logarithm of the ratio of measured times.
         covariance: [N, N] covariance of the logarithms of the ratios.
     """
 
     places: Mapping[str, int]
-    drifts: Array
+    corrections: Array
     covariance: Array
 
     def ratio(self, job: Job, reference: Job | None = None) -> CostRatio:
         """The ratio of a job; with a reference, the job's ratio / the reference's ratio."""
-        signs = np.zeros(len(self.drifts))
+        signs = np.zeros(len(self.corrections))
         for sign, one in ((1.0, job), (-1.0, reference)):
             if one is not None and one.name in self.places:
                 signs[self.places[one.name]] += sign
         variance = float(signs @ self.covariance @ signs)
-        return CostRatio(drift=float(signs @ self.drifts), log_error=sqrt(max(0.0, variance)))
+        correction = float(signs @ self.corrections)
+        return CostRatio(correction=correction, log_error=sqrt(max(0.0, variance)))
 
 
 def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
@@ -52,6 +55,7 @@ def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
     the machine changed more than the model of drift allows."""
     keys = baseline_keys([job.runs[0] for job in jobs])
     found: list[dict[str, Sequence[Block]]] = []
+    at_once: list[int | None] = []
     runs: dict[str, range] = {}
     for job, key in zip(jobs, keys, strict=True):
         first = len(found)
@@ -62,8 +66,10 @@ def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
             if not all(sides.values()) or any("decode_steps" not in row for row in run.rows):
                 return None
             found.append(sides)
+            is_open, k = run.summary["request_rate"] is not None, drafts_of(run.summary)
+            at_once.append(None if is_open or k == PER_STEP else run.summary["concurrency"])
         runs[job.name] = range(first, len(found))
-    if (fitted := fit(found)) is None:
+    if (fitted := fit(found, at_once)) is None:
         return None
     drafting = [
         (job, _baseline(key)) for job, key in zip(jobs, keys, strict=True) if not job.is_plain
@@ -76,10 +82,11 @@ def job_costs(jobs: Sequence[Job]) -> JobCosts | None:
         for j, (b, none_b) in enumerate(drafting):
             covariance[i, j] = fitted.covariance_of((a.name, none_a), (b.name, none_b))
         covariance[i, i] = own[i].log_error ** 2
-    drifts = np.array([one.drift for one in own])
+    corrections = np.array([one.correction for one in own])
     if len(set(keys)) == 1 and len(own) >= FEWEST_ALIKE:
-        drifts, covariance = _alike([job for job, _ in drafting], drifts, covariance)
-    return JobCosts({job.name: i for i, (job, _) in enumerate(drafting)}, drifts, covariance)
+        corrections, covariance = _alike([job for job, _ in drafting], corrections, covariance)
+    places = {job.name: i for i, (job, _) in enumerate(drafting)}
+    return JobCosts(places, corrections, covariance)
 
 
 def _baseline(key: str) -> str:
@@ -96,9 +103,9 @@ def _alike(jobs: Sequence[Job], drifts: Array, covariance: Array) -> tuple[Array
     k = np.array([drafts_of(jobs[i].summary) for i in fixed], float)
     drafter = [jobs[i].label.replace(f", K={drafts_of(jobs[i].summary)}", "") for i in fixed]
     same = np.array([[one == other for other in drafter] for one in drafter], float)
-    grown = np.outer(k, k)
-    prior = ALL**2 + ALL_PER_DRAFT**2 * grown + OWN**2 * np.eye(len(k))
-    prior += same * (DRAFTER**2 + DRAFTER_PER_DRAFT**2 * grown)
+    grown = np.outer(np.log(k + 1), np.log(k + 1))
+    prior = ALL**2 + ALL_GROWTH**2 * grown + OF_K**2 * np.equal.outer(k, k)
+    prior += same * (DRAFTER**2 + DRAFTER_GROWTH**2 * grown) + OWN**2 * np.eye(len(k))
     at = np.ix_(fixed, fixed)
     logs = np.array([_measured(jobs[i]) for i in fixed]) + drifts[fixed]
     gain = prior @ np.linalg.inv(prior + covariance[at])

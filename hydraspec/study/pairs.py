@@ -213,7 +213,7 @@ def figures(
             units = [unit, unit]
             if measure == "speedup" and costs is not None:
                 ratio = _costed(chosen, [chosen.job, chosen.reference], costs.ratio(job, reference))
-                units = [exp(costs.ratio(one).drift) for one in (job, reference)]
+                units = [exp(costs.ratio(one).correction) for one in (job, reference)]
             else:
                 both = np.concatenate([a, b], axis=1)
                 ratio = _ratio(chosen, both, powers, measure, at_once)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.paired import PairedRatio
@@ -30,6 +31,9 @@ from hydraspec.study.pairs import (
     paired,
     slowest_requests,
 )
+
+if TYPE_CHECKING:
+    from hydraspec.study.decision import Decision
 
 BEST, EQUAL = "*", "="  # marks: the best job, and jobs that cannot be told from it
 NUM_SLOWEST = 10  # requests listed for each job
@@ -185,6 +189,8 @@ class Group:
             measured, where baselines are of several devices, engines or settings.
         reference: None where jobs are not ranked: there is one job, or `unranked` says why.
         smallest_effect: smallest share of the speed that matters; None: as the runs have it.
+        has_costs: whether speedups rest on the costs of steps, pooled over all jobs.
+        decision: the answer; None until `decision.decide` has made it.
         family, load, setup: words that tell the group from others, or "": target, sampling and
             prompts; load; split, device, engine and settings of the baseline.
     """
@@ -194,6 +200,8 @@ class Group:
     reference: JobFigures | None = None
     unranked: str = ""
     smallest_effect: float | None = None
+    has_costs: bool = False
+    decision: Decision | None = None
     family: str = ""
     load: str = ""
     setup: str = ""
@@ -265,7 +273,7 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
             each.told_from_best = _is_told(each, by) or (by == "speedup" and _loses(each, best))
     elif len(made) == 2:
         against.told_from_best = _is_told(best, by)
-    return Group(jobs=made, by=by, reference=against)
+    return Group(jobs=made, by=by, reference=against, has_costs=costs is not None)
 
 
 def _is_told(each: JobFigures, by: RankedBy) -> bool:

@@ -26,7 +26,7 @@ from hydraspec.metrics.run_files import (
     read_summary,
 )
 from hydraspec.metrics.splits import split_words
-from hydraspec.metrics.step_costs import Block, StepCostsFile
+from hydraspec.metrics.step_blocks import Block, StepCostsFile
 from hydraspec.metrics.summary import Summary
 
 # Settings in which repeats may differ: runs that differ in these alone are pooled.

@@ -4,6 +4,7 @@ share or in which they differ.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hydraspec.study.jobs import differing_keys, differing_settings
 from hydraspec.study.runs import Run, dotted, read_environment, short_names
 from hydraspec.study.texts import some_of
 
+CONFIG_DIR = re.compile(r"hydra\.searchpath=\['file://([^'\\]*)'\]")
 CHOSEN_FROM = "target.drafters."  # drafters of a target; method.checkpoint is the chosen one
 SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "git.commit")
 
@@ -23,12 +25,23 @@ SHARED = ("python", "platform", "device", "dtype", "cpu.model", "num_threads", "
 def typed_settings(folder: Path) -> dict[str, str]:
     """The overrides of a job by key, without those of Hydra and the tracker; empty where they
     cannot be read."""
-    try:
-        overrides = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8")) or []
-    except (OSError, yaml.YAMLError):
-        return {}
-    pairs = (str(override).lstrip("+").partition("=") for override in overrides)
+    pairs = (override.lstrip("+").partition("=") for override in _overrides(folder))
     return {key: value for key, _, value in pairs if not key.startswith(("hydra", "tracker"))}
+
+
+def config_dir(folder: Path) -> list[str]:
+    """The option --config-dir of a job, or hydra.searchpath if that names several folders; empty
+    where the job had neither."""
+    found = [each for each in _overrides(folder) if each.startswith("hydra.searchpath=")]
+    return [CONFIG_DIR.sub(r"--config-dir=\1", override) for override in found]
+
+
+def _overrides(folder: Path) -> list[str]:
+    try:
+        found = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8")) or []
+    except (OSError, yaml.YAMLError):
+        return []
+    return list(map(str, found))
 
 
 def typed_labels(folders: Sequence[Path]) -> list[str]:

@@ -129,10 +129,11 @@ def test_an_interrupt_in_round_2_keeps_both_sides_of_round_1(
 @pytest.mark.parametrize(
     ("num_requests", "concurrency", "num_rounds"),
     [
-        pytest.param(64, 4, 4, id="the default run"),
-        pytest.param(63, 4, 2, id="too few turnovers"),
+        pytest.param(64, 4, 8, id="the default run"),
+        pytest.param(63, 4, 7, id="a turnover less"),
+        pytest.param(16, 4, 2, id="few turnovers"),
         pytest.param(1000, None, 2, id="all at once"),
-        pytest.param(16, 1, 4, id="one at a time"),
+        pytest.param(1000, 1, 8, id="one at a time"),
     ],
 )
 def test_a_long_workload_has_more_rounds(

@@ -18,17 +18,14 @@ from hydraspec.metrics.meter import (
     speedup,
 )
 from hydraspec.metrics.paired import SPEEDUP, PairedRatio, costed_ratio
-from hydraspec.metrics.step_costs import (
-    LEAST_BLOCKS,
+from hydraspec.metrics.step_blocks import (
     MOST_BLOCKS,
     STEPS_OF_BLOCK,
     Block,
-    CostRatio,
     StepBlocks,
-    StepCosts,
-    fit,
     step_costs_file,
 )
+from hydraspec.metrics.step_costs import LEAST_BLOCKS, CostRatio, StepCosts, fit
 
 NUM_REQUESTS = 32
 NUM_REPEATS = 200
@@ -92,7 +89,7 @@ class Machine:
 
 
 def estimated(method: Meter, baseline: Meter) -> PairedRatio:
-    costs = cost_ratio(method, baseline)
+    costs = cost_ratio(method, baseline, at_once=4)
     assert costs is not None
     assert costs.holds
     return speedup(finished_pairs(method, baseline), at_once=4, costs=costs)
@@ -133,7 +130,7 @@ def equal_jobs(seed: int, name: str) -> tuple[float, float]:
     assert costs is not None
     logs = [
         np.log(measured_speedup(finished_pairs(*sides)) or 0.0)
-        + costs.ratio(job, "none", [number]).drift
+        + costs.ratio(job, "none", [number]).correction
         for number, (job, sides) in enumerate(zip("ab", runs, strict=True))
     ]
     return logs[0] - logs[1], costs.error("a", "b")
@@ -208,10 +205,65 @@ def test_few_steps_have_no_costs_and_equal_steps_no_error() -> None:
     assert found.ci95 == pytest.approx((2 / 3, 2 / 3))
 
 
+def timed(meter: Meter, costs: dict[int, float], *, full: int, ends: int) -> None:
+    """Two rounds of `full` steps of 4 requests, each with one mixed step, then `ends` steps of one
+    request; `costs` are milliseconds by number of requests."""
+    for _ in range(2):
+        meter.begin_run()
+        for count, size in ((full, 4), (ends, 1)):
+            for _ in range(count):
+                parts = [part(i, emitted=1) for i in range(size)]
+                meter.add_step(step(*parts, ms=costs[size]))
+            if size == 4:
+                meter.add_step(step(part(0), part(1, prefill_rows=7), ms=80.0))
+    for i in range(4):
+        meter.add_completion(completion(i))
+
+
+def test_steps_of_the_last_few_requests_do_not_move_a_speedup() -> None:
+    """Catches the end of a round in the speedup: the method had 10 of 30 steps there, and a long
+    run next to none."""
+    meters = [Meter(request(i) for i in range(4)) for _ in range(2)]
+    timed(meters[0], {4: 8.0, 1: 6.0}, full=20, ends=10)
+    timed(meters[1], {4: 6.0, 1: 4.0}, full=60, ends=4)
+    full = cost_ratio(*meters, at_once=4)
+    assert full is not None
+    # Of mixed steps the decoding request has 1 of 8 rows.
+    taken = [2 * ms + 2 * 10.0 for ms in (20 * 8.0 + 10 * 6.0, 60 * 6.0 + 4 * 4.0)]
+    whole = [2 * ms + 2 * 10.0 for ms in ((20 + 2.5) * 8.0, (60 + 1) * 6.0)]
+    wanted = np.log(taken[0] / whole[0]) - np.log(taken[1] / whole[1])
+    assert full.correction == pytest.approx(wanted)
+    every = cost_ratio(*meters)
+    assert every is not None
+    assert every.correction == pytest.approx(0.0)
+    assert cost_ratio(*meters, at_once=3) == every, "no step has three requests"
+
+
+def test_a_few_interrupted_steps_do_not_move_a_speedup() -> None:
+    """Catches means that one step of 20 times the cost moves by a tenth."""
+    meters = [Meter(request(i) for i in range(4)) for _ in range(2)]
+    for meter, ms in zip(meters, (8.0, 6.0), strict=True):
+        timed(meter, {4: ms, 1: ms}, full=60, ends=0)
+        for number, block in enumerate(meter.blocks.blocks):
+            block.sizes = {
+                s: (n, of * (1 + number % 3 / 100)) for s, (n, of) in block.sizes.items()
+            }
+    quiet = cost_ratio(*meters)
+    ((size, (count, ms)),) = meters[0].blocks.blocks[5].sizes.items()
+    meters[0].blocks.blocks[5].sizes = {size: (count, ms + 160.0)}
+    loud = cost_ratio(*meters)
+    assert quiet is not None
+    assert loud is not None
+    taken = sum(ms for block in meters[0].blocks.blocks for _, ms in block.sizes.values())
+    interrupted = np.log(taken / (taken - 160.0))
+    assert loud.correction - quiet.correction == pytest.approx(interrupted, rel=0.1)
+    assert loud.log_error < 1.2 * quiet.log_error
+
+
 def test_drift_that_no_model_allows_leaves_the_timings() -> None:
     method, baseline = Machine(3, "idle").run()
     pairs = finished_pairs(method, baseline)
-    costs = CostRatio(drift=0.2, log_error=0.01, holds=False)
+    costs = CostRatio(correction=0.2, log_error=0.01, holds=False)
     assert speedup(pairs, at_once=4, costs=costs) == speedup(pairs, at_once=4)
     moved = speedup(pairs, at_once=4, costs=replace(costs, holds=True))
     assert moved.ratio == pytest.approx((measured_speedup(pairs) or 0.0) * np.exp(0.2))
@@ -221,7 +273,7 @@ def test_a_mix_of_categories_is_no_accident() -> None:
     """Catches requests drawn across categories: the mix is the workload's."""
     tokens = np.repeat([10.0, 40.0], 8) + np.tile([-0.5, 0.5], 8)
     columns = np.stack([tokens, np.ones(16), np.full(16, 10.0), np.full(16, 10.0)])
-    costs = CostRatio(drift=0.0, log_error=0.0)
+    costs = CostRatio(correction=0.0, log_error=0.0)
     wide, narrow = (
         costed_ratio(columns, SPEEDUP, measured=25.0, costs=costs, strata=strata)
         for strata in ([None] * 16, ["a"] * 8 + ["b"] * 8)

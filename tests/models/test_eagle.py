@@ -7,23 +7,29 @@ only as lower acceptance.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from eagle_folders import (
+    FP8,
     FakeTarget,
     draw_eagle1,
     draw_eagle3,
+    draw_ministral3,
     matrix,
     write,
     write_authors,
     write_consolidated,
+    write_hugging_face,
     write_speculators,
 )
 from eagle_rows import CLOSE, PagedRows, check_chain, draw_text, load, target_step
 from grids import slow_unless
+
+from hydraspec.models.detect import resolve
 
 NUM_CONFIGS = 24
 SEEDS = slow_unless(lambda seed: seed < NUM_CONFIGS // 2, ((seed,) for seed in range(NUM_CONFIGS)))
@@ -138,6 +144,25 @@ def test_suppressed_tokens_are_never_drafted(tmp_path: Path) -> None:
     chosen = set(head.greedy_tokens(states).tolist())
     assert not chosen & set(target.suppress_token_ids)
     assert chosen <= set(plain.ids.tolist())
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["float", "fp8"])
+@pytest.mark.parametrize("write_folder", [write_consolidated, write_hugging_face])
+def test_the_head_of_mistral_medium(
+    write_folder: Callable[..., Path], is_fp8: bool, tmp_path: Path
+) -> None:
+    """Two layers, no tables, YaRN and growing queries; in FP8 every matrix, fc's too."""
+    rng = np.random.default_rng(10)
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_ministral3(rng, target, is_fp8=is_fp8)
+    folder = write_folder(tmp_path / "d", plain)
+    assert resolve("zoo:tiny_mistral", str(folder)).method == "eagle"  # method=auto
+    head = load(folder, "eagle", target)
+    assert (head.embedding, head.head) == (target.table, target.head)
+    assert (head.spec.feedback, head.spec.num_layers) == ("post_norm", 2)
+    assert (head.quantization or {}).get("fc") == (str(FP8) if is_fp8 else None)
+    for _ in range(4):
+        check_chain(rng, plain, head, target)
 
 
 MISTRAL_FORMATS: dict[str, dict[str, str | list[str]]] = {

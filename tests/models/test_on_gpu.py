@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dense_oracle import make_dense, small
 from gemma4_oracle import HeadAsTarget, PagedRun, Pass
 from graph_runs import no_waiting
 from tiny_targets import load as load_checkpoint
@@ -115,6 +117,22 @@ def test_targets(name: str, dtype: torch.dtype, tolerance: float) -> None:
         for expected, ours in zip(*found, strict=True):
             assert ours.dtype == dtype
             assert_near(ours, expected, tolerance)
+
+
+def test_queries_that_grow_with_positions(tmp_path: Path) -> None:
+    """Of several sizes within a pass, and beside other requests' rows."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.5}
+    rope["original_max_position_embeddings"] = 8
+    make_dense("ministral3", small(rope_parameters=rope), 1).save_pretrained(tmp_path)
+    runs = [
+        Run(load_checkpoint(str(tmp_path), torch.float32, device=torch.device(at)), at)
+        for at in ("cpu", DEVICE)
+    ]
+    for chunk in CHUNKS:
+        batches = [run.batch(chunk) for run in runs]
+        with no_waiting():
+            found = [r.target.forward(b, r.caches)[0] for r, b in zip(runs, batches, strict=True)]
+        assert_near(found[1], found[0], CLOSE)
 
 
 @pytest.mark.parametrize("name", TARGETS)

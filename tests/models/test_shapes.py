@@ -138,27 +138,21 @@ def test_a_quantised_release_is_planned_as_any_other(target: str) -> None:
 def test_the_release_of_mistral_medium_is_the_shape_in_fp8() -> None:
     """Hugging Face's files: a wrapper around ministral3, and the keys of its quantisation."""
     shape = open_checkpoint("shape:mistral_medium_3_5").config
-    keys = ("rope_scaling", "rope_theta", "model_type", "sliding_window")
-    text = {key: value for key, value in shape.items() if key not in keys}
-    rope = {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}
-    text |= {"model_type": "ministral3", "rope_parameters": shape["rope_scaling"] | rope}
-    formats = {
-        "quant_method": "fp8",
-        "activation_scheme": "static",
-        "weight_block_size": None,
-        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
-    }
+    text = dict(shape)
+    kept = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    formats = text.pop("quantization_config") | {"modules_to_not_convert": kept}
     config = {"model_type": "mistral3", "text_config": text, "quantization_config": formats}
     found, expected = (read_dense_config(each, "release") for each in (config, shape))
-    assert replace(found, model_type="mistral", rope=expected.rope) == expected
+    assert replace(found, rope=expected.rope) == expected
     assert found.rope.theta.equal(expected.rope.theta)
-    assert found.rope.gain == expected.rope.gain
+    assert found.rope.gain == pytest.approx(1.41589, abs=1e-5)  # mscale_all_dim is 0
+    assert (found.rope.query_beta, found.tied) == (0.0, False)
     schemes = read_schemes(config, "release")
     assert schemes is not None
     module = "model.language_model.layers.0.mlp.up_proj"
     assert str(schemes.of(module)) == "fp8 per tensor, inputs static"
-    for kept in ("lm_head", "model.vision_tower.transformer.layers.0.attention.q_proj"):
-        assert schemes.of(kept) is None
+    for module in ("lm_head", "model.vision_tower.transformer.layers.0.attention.q_proj"):
+        assert schemes.of(module) is None
 
 
 def test_a_quantised_shape_has_the_drafters_of_the_float_one() -> None:

@@ -41,6 +41,9 @@ RUNS = {
     "eagle3 on qwen3": ("eagle3", "qwen3_8b", "qwen3_8b-eagle3"),
     "peagle on qwen3": ("peagle", "qwen3_8b", "qwen3_8b-peagle"),
     "eagle on mistral": ("eagle", "mistral_7b", "mistral_7b-eagle"),
+    "eagle on mistral medium, in fp8": (
+        *("eagle", "mistral_medium_3_5", "mistral_medium_3_5-eagle"),
+    ),
     "mtp of deepseek": ("mtp", "deepseek_v3_6_layers", None),
     "mtp of mimo": ("mtp", "mimo_7b", None),
 }

@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 NUM_QUICK = 20  # shapes of a family, which cover every field
 RANDOM_SHAPES = [
     (name, seed)
-    for name in ("gemma4", "deepseek_v3", *DENSE)
+    for name in ("gemma4", "deepseek_v3", *DENSE, "ministral3")
     for seed in range(FAMILIES[name].num_shapes)
 ]
 
@@ -67,7 +67,10 @@ RELEASED_SHAPES = {
             **WINDOWS,
         ),
     ),
-    "ministral3": ("ministral3", small(num_hidden_layers=4, rope_parameters=YARN)),
+    "ministral3": (
+        "ministral3",
+        small(num_hidden_layers=4, rope_parameters=YARN | {"llama_4_scaling_beta": 0.5}),
+    ),
     "qwen2": ("qwen2", small(num_hidden_layers=4, **WINDOWS)),
     "qwen3": ("qwen3", small(num_hidden_layers=4, **WINDOWS)),
 }
@@ -176,6 +179,12 @@ def test_the_random_shapes_cover_ropes_and_depths() -> None:
         assert kinds == {"default", "linear", "dynamic", "llama3", "yarn"}
     gemma4 = [FAMILIES["gemma4"].random_config(seed) for seed in range(NUM_QUICK)]
     assert any(config["num_hidden_layers"] % 2 for config in gemma4)
+    growing = [
+        FAMILIES["ministral3"].random_config(seed)["rope_parameters"]
+        for seed in range(FAMILIES["ministral3"].num_shapes)
+    ]
+    for key, value in (("mscale_all_dim", 0), ("mscale", 1), ("llama_4_scaling_beta", 0)):
+        assert 3 <= sum(rope[key] == value for rope in growing) <= 9, key
     deepseek = [FAMILIES["deepseek_v3"].random_config(seed) for seed in range(NUM_QUICK)]
     assert any(config["first_k_dense_replace"] == 0 for config in deepseek)
     dense = [c for c in deepseek if c["first_k_dense_replace"] >= c["num_hidden_layers"]]

@@ -50,6 +50,8 @@ EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+GROWING = {"rope_type": "default", "original_max_position_embeddings": 4}
+GROWING |= {"rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
 YARN_FREE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
@@ -88,6 +90,7 @@ CASES = {
         (2, 4),
     ),
     "mistral": Case(dense("mistral", num_key_value_heads=3, sliding_window=5), (3,)),
+    "ministral3": Case(dense("ministral3", num_key_value_heads=4, rope_parameters=GROWING), (2,)),
     "qwen2": Case(dense("qwen2", num_key_value_heads=12, tie_word_embeddings=True), (3,)),
     "qwen3": Case(dense("qwen3", num_key_value_heads=2), (2, 6)),
     "deepseek": Case(deepseek(attention_bias=True, n_shared_experts=2, vocab_size=97), (2, 3)),

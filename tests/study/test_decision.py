@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from studied_runs import configure, copied, diverge, edit, edit_rows
 
+from hydraspec.cli.flags import read_keys
+from hydraspec.cli.overrides import with_config_dir
 from hydraspec.compare import main as compare
 from hydraspec.study.compare import compared
 from hydraspec.study.decision import Decision, decide, to_best
@@ -55,6 +57,7 @@ def decided(sweep: Path) -> Decision:
     (group,) = read(sweep).groups
     found = decide(group)
     assert found is not None
+    assert decide(group) is found, "made once for console, page and file"
     return found
 
 
@@ -164,6 +167,17 @@ def test_beyond_the_k_that_were_tried(sweep: Path) -> None:
     pace(sweep / "0", 1.79)
     assert decided(sweep).predicted is None, "drafts cost too much for more of them to gain"
     assert any("no K beyond is predicted to gain 3 % more" in s for s in decided(sweep).sentences())
+
+
+def test_the_next_command_repeats_the_folder_of_choices(sweep: Path, tmp_path: Path) -> None:
+    of_drafts(sweep / "0", 3, 1.8)
+    pace(sweep / "1", 1.5)
+    plan = with_config_dir(str(tmp_path), ["method=gemma4_mtp", "workload.limit=6"])
+    (sweep / "0" / "overrides.yaml").write_text(json.dumps(plan), encoding="utf-8")
+    words = shlex.split(decided(sweep).next_command())[3:]
+    assert words[:2] == ["method=gemma4_mtp", "method.num_speculative_tokens=3"]
+    assert words[2:] == [f"--config-dir={tmp_path}"]
+    assert read_keys(words, "").overrides[0] == plan[0]
 
 
 def test_a_job_whose_outputs_are_not_the_targets_is_no_answer(sweep: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_machine_that_was_slow_for_one_job_cancels(timed: Path) -> None:
     (timed / "0" / "step_costs.json").write_text(json.dumps(file), encoding="utf-8")
     jobs, costs = costs_of(timed)
     assert costs is not None
-    assert costs.ratio(jobs["0"]).drift == pytest.approx(0.0, abs=0.02), "both sides were slow"
+    assert costs.ratio(jobs["0"]).correction == pytest.approx(0.0, abs=0.02), "both sides were slow"
 
 
 def test_what_is_not_known_of_a_job_is_taken_from_those_alike(timed: Path) -> None:
@@ -113,13 +113,13 @@ def test_what_is_not_known_of_a_job_is_taken_from_those_alike(timed: Path) -> No
     del MS["k1"], MS["k2"], MS["k3"], MS["k4"]
     quiet = job_costs(list(jobs.values()))
     assert quiet is not None
-    assert all(abs(quiet.ratio(job).drift) < 0.03 for job in jobs.values())
+    assert all(abs(quiet.ratio(job).correction) < 0.03 for job in jobs.values())
     blocks = jobs[3].runs[0].blocks["method"]
     for number, block in enumerate(blocks):
         block.sizes = {size: (n, ms * (1 + number % 2)) for size, (n, ms) in block.sizes.items()}
     loud = job_costs(list(jobs.values()))
     assert loud is not None
-    known = loud.ratio(jobs[3]).drift
+    known = loud.ratio(jobs[3]).correction
     assert np.log(10 / 20) + known == pytest.approx(np.log(10 / 13), abs=0.15)
     assert loud.ratio(jobs[3]).log_error > 3 * quiet.ratio(jobs[3]).log_error
     assert loud.ratio(jobs[2]).log_error < 1.2 * quiet.ratio(jobs[2]).log_error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gemma4_oracle import stir
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -97,6 +97,19 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         rope_parameters={"rope_type": rope, "rope_theta": draw.choice([1e2, 1e4, 1e6])}
         | ROPES[rope],
     )
+    if family == "ministral3":  # contexts end well beyond the original one
+        config["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": draw.choice([1e2, 1e4, 1e6]),
+            "factor": draw.choice([2.0, 16.0, 64.0]),
+            "original_max_position_embeddings": draw.choice([4, 7, 16]),
+            "beta_fast": draw.choice([4.0, 32.0]),
+            "beta_slow": 1.0,
+            "mscale": draw.choice([0.7, 1.0]),
+            "mscale_all_dim": draw.choice([0.0, 1.0]),
+            "llama_4_scaling_beta": draw.choice([0.0, 0.1, 0.8]),
+        }
+        return config
     if family in ("llama", "qwen3"):
         config["attention_bias"] = draw.random() < 0.4
     if family == "llama":
@@ -140,6 +153,19 @@ def to_old_rope_layout(folder: Path) -> None:
     raw["rope_theta"] = rope.pop("rope_theta")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     file.write_text(json.dumps(raw))
+
+
+def to_multimodal_layout(folder: Path) -> None:
+    """Rewrite a text model's folder as released around a vision tower: Mistral's wrapper."""
+    text = json.loads((folder / "config.json").read_text())
+    raw = {"model_type": "mistral3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    tensors["model.vision_tower.ln_pre.weight"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors")
 
 
 # MiMo: config.json keys of Qwen2 (XiaomiMiMo/MiMo-7B, modeling_mimo.py), without rope scaling.

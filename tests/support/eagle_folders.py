@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hydraspec.models.checkpoint.mistral_names import consolidated_name, interleaved
+from hydraspec.models.checkpoint.quantization import Scheme, encode
 from hydraspec.models.linear import Table
 from hydraspec.models.place import Place
 from hydraspec.parallel.vocabulary import Vocabulary
@@ -285,6 +286,58 @@ def write_authors(
 
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")
+FP8 = Scheme(kind="fp8", rows=None, columns=None, inputs="static", input_scale="input_scale")
+YARN = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0, "beta_slow": 1.0}
+YARN |= {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.3}
+
+
+def draw_ministral3(rng: np.random.Generator, target: Any, *, is_fp8: bool) -> PlainEagle:
+    """A head as that of Mistral Medium 3.5, its queries growing with their positions."""
+    head = draw_eagle1(rng, target, is_mistral=True)
+    head.layer |= {"model_type": "ministral3", "rope_scaling": YARN, "num_hidden_layers": 2}
+    tables = {name: head.weights[name] for name in TABLES}
+    head.weights = draw_weights(rng, head, target, rows=target.vocab_size) | tables
+    return round_to_fp8(head) if is_fp8 else head
+
+
+def round_to_fp8(head: PlainEagle) -> PlainEagle:
+    """The head with every matrix in FP8, fc's too: a scale each, and another for its inputs."""
+    for i, name in enumerate(head.weights):
+        if name.endswith(("_proj.weight", "fc.weight")):
+            found = encode(head.weights[name], FP8)
+            head.weights[name] = found["weight"].double() * found["weight_scale"].double()
+            head.input_scales[name.removesuffix(".weight")] = torch.tensor(0.02 + 0.002 * i)
+
+    def rounding(name: str, x: Tensor) -> Tensor:
+        scale = head.input_scales[name].double()
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+
+    head.rounding = rounding
+    return head
+
+
+def in_fp8(head: PlainEagle, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a file: numbers and scales of the matrices that are in FP8, by Mistral's names."""
+    found = dict(tensors)
+    for name, scale in head.input_scales.items():
+        for part, tensor in encode(tensors[f"{name}.weight"], FP8).items():
+            found[f"{name}.{part}"] = tensor.view(()) if part == "weight_scale" else tensor
+        found[f"{name}.input_scale"] = scale
+    return found
+
+
+def write_hugging_face(folder: Path, head: PlainEagle) -> Path:
+    """A Mistral's head by Hugging Face's names, in transformers' own FP8 if it is quantised."""
+    config = {"architectures": ["EagleForCausalLM"]} | head.layer
+    if head.input_scales:
+        quantised = {"quant_method": "fp8", "activation_scheme": "static"}
+        config["quantization_config"] = quantised | {"weight_block_size": None}
+    theirs = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = {}
+    for name, tensor in in_fp8(head, saved(head, without=TABLES)).items():
+        stem, _, last = name.rpartition(".")
+        tensors[f"{stem}.{theirs.get(last, last)}"] = tensor
+    return write(folder, config, tensors)
 
 
 def write_consolidated(
@@ -292,6 +345,7 @@ def write_consolidated(
 ) -> Path:
     """EAGLE-1 as Mistral publishes it: params.json, consolidated.safetensors, no tables."""
     layer = head.layer
+    rope = layer.get("rope_scaling") or {}
     folder.mkdir(parents=True, exist_ok=True)
     params: dict[str, Any] = {
         "dim": layer["hidden_size"],
@@ -305,9 +359,16 @@ def write_consolidated(
         "rope_theta": layer["rope_theta"],
         "max_position_embeddings": layer["max_position_embeddings"],
     }
+    if rope.get("rope_type") == "yarn":
+        length = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+        ramp = {"alpha": rope["beta_slow"], "beta": rope["beta_fast"], "factor": rope["factor"]}
+        params["yarn"] = length | ramp | {"apply_scale": True}
+        params["llama_4_scaling"] = length | {"beta": rope["llama_4_scaling_beta"]}
+    if head.input_scales:
+        params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
     (folder / "params.json").write_text(json.dumps(params))
     tensors = {}
-    for name, tensor in saved(head, without=without).items():
+    for name, tensor in in_fp8(head, saved(head, without=without)).items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleaved(tensor, tensor.shape[0] // layer["head_dim"])
         tensors[consolidated_name(f"model.{name}")] = tensor.contiguous()

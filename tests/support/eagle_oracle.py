@@ -6,24 +6,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Ministral3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotate(x: Tensor, positions: Tensor, base: float, factor: float) -> Tensor:
+@cache
+def yarn(size: int, rope: tuple[tuple[str, Any], ...], base: float) -> tuple[Tensor, float]:
+    config = Ministral3Config(head_dim=size, rope_parameters={"rope_theta": base, **dict(rope)})
+    return ROPE_INIT_FUNCTIONS["yarn"](config, None)
+
+
+def frequencies(layer: dict[str, Any]) -> tuple[Tensor, float]:
+    """Radians a position [H/2], in float32 as published models take them, and the factor of cosines
+    and sines; YaRN's are transformers'.
+    """
+    rope, size = layer.get("rope_scaling") or {}, layer["head_dim"]
+    base = layer.get("rope_theta", 10000.0)
+    if rope.get("rope_type") == "yarn":
+        return yarn(size, tuple(rope.items()), base)
+    theta = 1.0 / base ** (torch.arange(0, size, 2).float() / size) / rope.get("factor", 1.0)
+    return theta, 1.0
+
+
+def rotate(x: Tensor, positions: Tensor, theta: Tensor, gain: float) -> Tensor:
     """x [n, heads, H]; dimension i turns with i + H/2."""
     half = x.shape[-1] // 2
-    # Published models take the frequencies in float32.
-    theta = 1.0 / base ** (torch.arange(0, 2 * half, 2).float() / (2 * half)) / factor
     angle = positions.double()[:, None, None] * theta.double()
+    cos, sin = angle.cos() * gain, angle.sin() * gain
     a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def grown(q: Tensor, positions: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Queries [n, heads, H] by their positions, as ministral3 scales them."""
+    steps = torch.floor(positions / rope.get("original_max_position_embeddings", 1))
+    return q * (1 + rope.get("llama_4_scaling_beta", 0.0) * torch.log(1 + steps))[:, None, None]
 
 
 @dataclass
@@ -41,6 +67,7 @@ class PlainEagle:
     mask_token: int | None = None
     # Rows as they enter a linear map, by its name, where weights are quantised.
     rounding: Callable[[str, Tensor], Tensor] = lambda _, x: x
+    input_scales: dict[str, Tensor] = field(default_factory=dict)  # of static FP8, by matrix
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.flags.get(name, default))
@@ -115,9 +142,8 @@ class PlainEagle:
             eps = self.layer["rms_norm_eps"]
             q = norm(q, self.weights[f"{name}.q_norm.weight"], eps)
             k = norm(k, self.weights[f"{name}.k_norm.weight"], eps)
-        base = self.layer.get("rope_theta", 10000.0)
-        factor = (self.layer.get("rope_scaling") or {}).get("factor", 1.0)
-        q, k = (rotate(part, positions, base, factor) for part in (q, k))
+        q, k = (rotate(part, positions, *frequencies(self.layer)) for part in (q, k))
+        q = grown(q, positions, self.layer.get("rope_scaling") or {})
         k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * size**-0.5
         ahead = positions[:, None] - positions[None, :]

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from dense_oracle import small
 from eagle_folders import (
+    YARN,
     draw_weights,
+    round_to_fp8,
     write,
     write_authors,
     write_consolidated,
@@ -145,6 +147,14 @@ def make_target(folder: Path, name: str) -> TargetModel:
         "mistral": small(
             model_type="mistral", vocab_size=64, hidden_size=160, sliding_window=7, eos_token_id=1
         ),
+        "ministral3": small(
+            model_type="ministral3",
+            vocab_size=64,
+            hidden_size=160,
+            rope_theta=100.0,
+            rope_scaling=YARN,
+            eos_token_id=1,
+        ),
     }
     write_folder(folder, configs[name])
     return load(folder, torch.float64, weights="random", seed=7)
@@ -172,6 +182,10 @@ WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...
         *("eagle", "mistral", {"model_type": "mistral", "sliding_window": None}),
         *({"is_mistral": True}, (), 160, 0),
     ),
+    "eagle in fp8 on ministral3": (
+        *("eagle", "ministral3", {"model_type": "ministral3", "rope_scaling": YARN}),
+        *({"is_mistral": True, "fp8": True}, (), 160, 0),
+    ),
     "eagle on llama": ("eagle", "llama", {"model_type": "llama"}, {}, (), 160, 0),
 }
 
@@ -188,6 +202,8 @@ def make_world(folder: Path, name: str, num_prompts: int) -> EagleWorld:
         kept = rng.permutation(target.vocab_size)[:rows]
         plain.ids = torch.from_numpy(kept).sort().values
     plain.weights = draw_weights(rng, plain, target, rows=rows)
+    if plain.flag("fp8"):
+        round_to_fp8(plain)
     world = EagleWorld(folder=str(folder / "target"), target=target, plain=plain)
     if method == "eagle":
         plain.weights["embed_tokens.weight"] = target.table.weight

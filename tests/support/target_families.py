@@ -2,13 +2,20 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepseek_oracle import deepseek_logits, make_deepseek, pack_experts, random_deepseek_config
-from dense_oracle import make_dense, make_mimo, mimo_logits, random_config, to_old_rope_layout
+from dense_oracle import (
+    make_dense,
+    make_mimo,
+    mimo_logits,
+    random_config,
+    to_multimodal_layout,
+    to_old_rope_layout,
+)
 from dense_oracle import oracle as dense_logits
 from gemma4_oracle import (
     PagedRun,
@@ -65,7 +72,10 @@ FAMILIES = {
         is_relaid=lambda seed: seed % 3 == 0,
         num_shapes=36,
     ),
-    **{name: _dense(name) for name in (*DENSE, "ministral", "ministral3")},
+    **{name: _dense(name) for name in (*DENSE, "ministral")},
+    "ministral3": replace(
+        _dense("ministral3"), relayout=lambda folder, _: to_multimodal_layout(folder), num_shapes=12
+    ),
 }
 
 

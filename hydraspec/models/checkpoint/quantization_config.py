@@ -33,7 +33,8 @@ _ARGUMENTS = {  # compressed-tensors'; others would change what is computed
 }
 _SCALE_TYPES = (None, "torch.float32", "torch.bfloat16", "torch.float16")
 _NO_REORDERING = (None, False, "weight", "static")  # columns keep their order in the file
-_NOT_COMPUTED: dict[str, tuple[object, ...]] = {  # what else compressed-tensors may announce, and the values without effect
+# What else compressed-tensors may announce, and the values without effect.
+_NOT_COMPUTED: dict[str, tuple[object, ...]] = {
     "sparsity_config": (None, {}, {"format": "dense"}),
     "moe_sparsity_config": (None, {}),
     "transform_config": (None, {}, {"config_groups": {}}),

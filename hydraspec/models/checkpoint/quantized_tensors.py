@@ -20,7 +20,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.quantization import PER_INT32, Scheme, tensor_name
 from hydraspec.models.checkpoint.quantization_config import Schemes, found_formats, read_schemes
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
-from hydraspec.models.checkpoint.tensors import FLOATS
+from hydraspec.models.checkpoint.tensors import FLOATS, KV_SCALE
 
 _DATA = ("weight", "weight_packed")
 _STACKED = re.compile(r"(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(.+))?\Z")
@@ -40,8 +40,6 @@ _REFUSED = {  # names that announce what is not computed
     "scales": "scales of AWQ or GPTQ",
     "g_idx": "columns in another order (GPTQ)",
 }
-# Scales for a cache in FP8, which is kept in the model's type here.
-KV_SCALE = re.compile(r"\.(?:[qkv]_scale|kv_scale|[kv]_proj\.(?:output|k|v)_scale)\Z")
 
 
 @dataclass(slots=True)

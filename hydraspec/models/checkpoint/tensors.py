@@ -5,6 +5,7 @@ types are checked.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
 from hydraspec.models.parts import Part, Weight, held
 
 FLOATS = ("F64", "F32", "BF16", "F16")
+# Scales for a cache in FP8, which is kept in the model's type here.
+KV_SCALE = re.compile(r"\.(?:[qkv]_scale|kv_scale|[kv]_proj\.(?:output|k|v)_scale)\Z")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
@@ -40,7 +43,7 @@ def load_tensors(
     entries: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.entries().items():
         ours = canonical(name)
-        if ours is not None:
+        if ours is not None and KV_SCALE.search(name) is None:
             entries[ours] = entry
     _check_entries(checkpoint.folder, entries, wanted, ignored)
     wanted = {name: weight for name, weight in wanted.items() if not held(weight).is_meta}

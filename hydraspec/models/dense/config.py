@@ -33,24 +33,24 @@ class Family:
 
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    LENGTH: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    BETA: 0.1,
+}
 _MINISTRAL3_DEFAULTS = _MISTRAL_DEFAULTS | {
     "head_dim": 128,
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        LENGTH: 16384,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        BETA: 0.1,
-    },
 }
 _MINISTRAL3_ROPE = {
-    *_MINISTRAL3_DEFAULTS["rope_parameters"],
+    *_MINISTRAL3_YARN,
     *("type", "attention_factor", "truncate", "partial_rotary_factor", "max_position_embeddings"),
 }
 FAMILIES: dict[str, Family] = {
@@ -58,7 +58,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
     "ministral": Family(window="given", defaults=_MISTRAL_DEFAULTS),
     "ministral3": Family(
-        window="refused", defaults=_MINISTRAL3_DEFAULTS, rope_keys=_MINISTRAL3_ROPE
+        window="refused",
+        defaults={**_MINISTRAL3_DEFAULTS, "rope_parameters": _MINISTRAL3_YARN},
+        rope_keys=_MINISTRAL3_ROPE,
     ),
     "qwen2": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
     "mimo": Family(bias="qkv", window="if_asked", defaults=_QWEN_DEFAULTS),
