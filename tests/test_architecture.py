@@ -118,6 +118,7 @@ OWNERS = {
     "yaml": ["hydraspec/analysis/doctor/expected.py", "hydraspec/lab/*", "hydraspec/study/*"],
     "datasets": ["hydraspec/workloads/*"],
     "scipy": ["hydraspec/metrics/statistics.py"],
+    "threadpoolctl": ["hydraspec/metrics/step_costs.py"],
     "jinja2": ["hydraspec/study/html.py"],
 }
 LAZY = {"scipy", "wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only

@@ -14,6 +14,7 @@ from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from hydraspec.metrics.step_blocks import Block, Size, sums
 
@@ -154,13 +155,14 @@ def fit(
     for run, found in zip(kept, timed, strict=True):
         if any((found.names == places[name]).sum() < LEAST_BLOCKS for name in run):
             return None
-    fits = [
-        _fitted(timed, len(places), drift, lasting, level)
-        for drift in DRIFTS
-        for lasting, level in product(
-            LASTING_S if drift else LASTING_S[:1], LEVELS if len(runs) > 1 else LEVELS[:1]
-        )
-    ]
+    with threadpool_limits(limits=1, user_api="blas"):  # on such small matrices threads only wait
+        fits = [
+            _fitted(timed, len(places), drift, lasting, level)
+            for drift in DRIFTS
+            for lasting, level in product(
+                LASTING_S if drift else LASTING_S[:1], LEVELS if len(runs) > 1 else LEVELS[:1]
+            )
+        ]
     likelihoods = np.array([each.likelihood for each in fits])
     weights = np.exp(likelihoods - likelihoods.max())
     weights /= weights.sum()

@@ -40,7 +40,7 @@ def rounded_rows(x: Tensor, rounding: Rounding, maxima: Tensor | None = None) ->
     k, size = x.shape[-1], rounding.group
     pad = -k % size
     groups = torch.nn.functional.pad(wide, (0, pad)).unflatten(-1, (-1, size))
-    scales = groups.abs().amax(-1, keepdim=True).clamp_(min=LEAST_GROUP_MAX) / E4M3_MAX
+    scales = _by_most(groups.abs().amax(-1, keepdim=True).clamp_(min=LEAST_GROUP_MAX))
     numbers = (groups / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return numbers.to(wide.dtype).mul_(scales).flatten(-2)[..., :k]
 
@@ -53,9 +53,14 @@ def quantised_rows(
         scales = rounding.scale
     else:
         maxima = row_maxima(x) if maxima is None else maxima
-        scales = (maxima / E4M3_MAX).clamp_(min=LEAST_ROW_SCALE)
+        scales = _by_most(maxima).clamp_(min=LEAST_ROW_SCALE)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales.expand(*x.shape[:-1], 1)
+
+
+def _by_most(maxima: Tensor) -> Tensor:
+    """Magnitudes / 448. The divisor is a tensor: CUDA multiplies by the inverse of a number."""
+    return maxima / torch.full_like(maxima, E4M3_MAX)
 
 
 def unpacked(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
