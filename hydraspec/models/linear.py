@@ -187,7 +187,10 @@ class Linear(Weights):
 
     def reordered(self, name: str, reorder: Callable[[Tensor], Tensor]) -> Linear:
         """A map in which the rows [n, ...] of projection `name`, of its weight and of its bias as
-        the checkpoint has them, are replaced by `reorder` of them."""
+        the checkpoint has them, are replaced by `reorder` of them; the same map if it has no such
+        projection."""
+        if name not in self.outputs:
+            return self
         found = copy(self)
         found.bias = None if self.bias is None else self.bias.clone()
         columns = next(columns for each, _, columns in self.slices() if each == name)

@@ -96,6 +96,7 @@ def test_edited_copies_leave_the_original_as_it_is() -> None:
     whole = drawn(bias=False)
     made = fill(qkv(place(), bias=False), whole)
     before = made.weight.clone()
+    assert made.reordered("o_proj", lambda rows: rows.flip(0)) is made
     turned = made.reordered("k_proj", lambda rows: rows.flip(0))
     assert made.weight.equal(before)
     tensors = {name: held(weight) for name, weight in turned.tensors().items()}
