@@ -272,7 +272,7 @@ def _convert(kind: Any, value: object, key: str) -> Any:
         key,
         value,
         f"is {WORDS.get(type(value), type(value).__name__)}",
-        allowed=_describe(declared),
+        allowed=_values_of(key, declared),
         remedy=_type_remedy(kind, value, key),
     )
 
