@@ -2,7 +2,6 @@
 use: one message each.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,9 @@ from written_formats import (
     Q_PROJ,
     TOKEN,
     compressed,
-    write_formats,
 )
 
 from hydraspec.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_formats(tmp_path_factory.mktemp("formats"))
-
-
-@pytest.fixture
-def copied(written: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A function that gives a folder of a format that may be changed."""
-    return lambda name: Path(shutil.copytree(written / name, tmp_path / "checkpoint"))
-
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 

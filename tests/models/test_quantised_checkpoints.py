@@ -1,8 +1,6 @@
 """Quantised folders: the scheme of each matrix, by config and tensors."""
 
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,27 +8,17 @@ from typing import Any
 import pytest
 import torch
 from gemma4_oracle import load
+from hydraspec_kernels.quantised import E4M3
 from safetensors.torch import load_file, save_file
 from tiny_targets import edit_config, rewrite
 from torch import Tensor
-from written_formats import DOWN, FORMATS, MODULES, Q_PROJ, write_formats
+from written_formats import DOWN, FORMATS, MODULES, Q_PROJ
 
 from hydraspec.models.checkpoint.mistral_names import consolidated_name
-from hydraspec.models.checkpoint.quantization import E4M3, Scheme, decode, tensor_name
+from hydraspec.models.checkpoint.quantization import Scheme, decode, tensor_name
 from hydraspec.models.checkpoint.quantized_tensors import describe, schemes_of
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.checkpoint.tensors import KV_SCALE
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_formats(tmp_path_factory.mktemp("formats"))
-
-
-@pytest.fixture
-def copied(written: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A function that gives a folder of a format that may be changed."""
-    return lambda name: Path(shutil.copytree(written / name, tmp_path / "checkpoint"))
 
 
 def found(folder: Path) -> dict[str, Scheme]:
