@@ -24,7 +24,15 @@ from torch.nn.functional import gelu
 from torch.nn.functional import linear as library_linear
 
 from hydraspec.models.checkpoint.quantization import Scheme
-from hydraspec.models.parts import Part, Share, Tensors, Weights, divided, undivided
+from hydraspec.models.parts import (
+    Part,
+    Share,
+    Tensors,
+    Weights,
+    divided,
+    divided_matrix,
+    undivided,
+)
 from hydraspec.models.place import Place
 from hydraspec.models.quantised.projection import Projection
 from hydraspec.models.quantised.slab import Slab
@@ -134,10 +142,7 @@ class Linear(Weights):
         for name, share, columns in self.slices():
             if self.slab is None:
                 rows = self.weight[:, columns].t()
-                if self.inputs.is_part:
-                    found[f"{name}.weight"] = Part(rows, 1, self.inputs)
-                else:
-                    found[f"{name}.weight"] = divided(rows, 0, share)
+                found[f"{name}.weight"] = divided_matrix(rows, self.inputs, share)
             if self.bias is not None:
                 found[f"{name}.bias"] = divided(self.bias[columns], 0, share)
         return found

@@ -85,6 +85,11 @@ def divided(tensor: Tensor, dim: int, share: Share, repeats: int = 1) -> Weight:
     return Part(tensor, dim, share, repeats) if share.is_part else tensor
 
 
+def divided_matrix(rows: Tensor, inputs: Share, outputs: Share) -> Weight:
+    """A matrix [n, k] of which this rank holds a share of the inputs k or of the outputs n."""
+    return divided(rows, 1, inputs) if inputs.is_part else divided(rows, 0, outputs)
+
+
 class Weights:
     """Part of a model that names its weights.
 

@@ -28,29 +28,19 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
     """Fills every tensor of an empty model. weights is "checkpoint" or "random"."""
     if weights not in ("random", "checkpoint"):
         raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
-    if checkpoint.is_quantised:
-        fill_quantised(model, checkpoint, weights=weights, seed=seed)
-    elif weights == "random":
-        randomise(model.tensors(), seed)
-    else:
-        load_tensors(
-            checkpoint, _named_as_in(checkpoint, model), model.canonical_name, model.ignores
-        )
-
-
-def fill_quantised(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
-    """Gives the linear maps of a quantised checkpoint their memory, then fills every tensor."""
     where = str(checkpoint.folder)
+    if checkpoint.is_quantised:
+        schemes_in = _schemes_by_config if weights == "random" else _schemes_by_tensors
+        _allocate(model, schemes_in(checkpoint, model), where)
     if weights == "random":
-        _allocate(model, _schemes_by_config(checkpoint, model), where)
-        _randomise_quantised(model, seed)
+        _randomise_model(model, seed)
     else:
-        _allocate(model, _schemes_by_tensors(checkpoint, model), where)
         load_tensors(
             checkpoint, _named_as_in(checkpoint, model), model.canonical_name, model.ignores
         )
-    for prefix, part in model.matrices():
-        part.finish_quantised(where, prefix)
+    if checkpoint.is_quantised:
+        for prefix, part in model.matrices():
+            part.finish_quantised(where, prefix)
 
 
 def _allocate(model: Weights, schemes: Mapping[str, Scheme], where: str) -> None:
@@ -83,17 +73,18 @@ def _schemes_by_tensors(checkpoint: Checkpoint, model: Weights) -> dict[str, Sch
 def _schemes_by_config(checkpoint: Checkpoint, model: Weights) -> dict[str, Scheme]:
     """The schemes that config.json gives the model's linear maps, for random weights."""
     schemes = read_schemes(checkpoint.config, str(checkpoint.folder))
+    assert schemes is not None, "the checkpoint is quantised"
     found = {}
     for prefix, part in model.matrices():
         for name in (prefix + each for each in part.projection_names):
-            stated = [schemes.of(before + name) for before in _FILE_PREFIXES] if schemes else [None]
+            stated = [schemes.of(before + name) for before in _FILE_PREFIXES]
             if stated[0] is not None and None not in stated:
                 found[name] = stated[0]
     return found
 
 
-def _randomise_quantised(model: Weights, seed: int) -> None:
-    """Seeded weights, of which quantised ones are drawn in float, one at a time, and quantised as a
+def _randomise_model(model: Weights, seed: int) -> None:
+    """Seeded weights. Quantised ones are drawn in float, one at a time, and quantised as a
     checkpoint's maker does."""
     quantised: set[str] = set()
     for prefix, part in model.matrices():

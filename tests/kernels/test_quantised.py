@@ -8,6 +8,7 @@ import torch
 from hydraspec_kernels.moe import quantised as quantised_experts
 from hydraspec_kernels.moe import quantised_moe
 from hydraspec_kernels.quantised import (
+    E4M3,
     QuantisedMatrix,
     Rounding,
     quantised_linear,
@@ -20,7 +21,7 @@ from quantised_reference import expert_sums, rounded
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hydraspec.models.checkpoint.quantization import E4M3, Scheme, decode, encode
+from hydraspec.models.checkpoint.quantization import Scheme, decode, encode
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ROUNDINGS = {
@@ -201,9 +202,7 @@ def test_products_in_fp8(kind: str, blocks: str, dtype: torch.dtype) -> None:
     expected = rounded_rows(x, rounding).double() @ decoded.t()
     assert_sums(quantised_linear(x, matrix), expected, dtype)
     first = 2 * matrix.rows if matrix.rows < 60 else 0
-    assert torch.equal(
-        unpacked(matrix.of_rows(slice(first, None)), dtype), decoded[first:].to(dtype)
-    )
+    assert torch.equal(unpacked(matrix.from_row(first), dtype), decoded[first:].to(dtype))
 
 
 @pytest.mark.parametrize("group", [32, 100, None])
@@ -231,7 +230,7 @@ def test_rows_inside_a_block_are_refused() -> None:
         torch.randn(48, 20), scheme_of(ROUNDINGS["token"], 24, 10), Rounding("token")
     )
     with pytest.raises(AssertionError, match="inside a block of 24"):
-        matrix.of_rows(slice(12, 48))
+        matrix.from_row(12)
 
 
 def expert_stack(

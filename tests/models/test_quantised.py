@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydraspec_kernels.quantised import E4M3
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models.checkpoint.quantization import E4M3, Scheme, decode, encode
+from hydraspec.models.checkpoint.quantization import Scheme, decode, encode
 from hydraspec.models.linear import Linear
 from hydraspec.models.moe import RoutedExperts
 from hydraspec.models.parts import Part, Share, held

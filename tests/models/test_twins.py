@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.quantised import E4M3
 from safetensors.torch import load_file
 from torch import Tensor
 
 from hydraspec.models.checkpoint import twins
 from hydraspec.models.checkpoint.mistral_names import half_split, hugging_face_name, rotary_heads
-from hydraspec.models.checkpoint.quantization import E4M3, decode
+from hydraspec.models.checkpoint.quantization import decode
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.checkpoint.twins import TWINS, twin_folder, write_twin
 from hydraspec.shipped import ZOO

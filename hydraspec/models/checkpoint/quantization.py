@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from hydraspec_kernels.quantised import E4M3, E4M3_MAX, PER_INT32, integers
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
 INT4_RANGE = (-8, 7)
-PER_INT32 = 8  # four-bit numbers in an element of a packed tensor, the first in the lowest bits
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ def encode(
 def decode(tensors: Mapping[str, Tensor], scheme: Scheme, columns: int) -> Tensor:
     """The matrix [N, columns] in float32 of a module's tensors by their names after its own."""
     data = tensors[scheme.data]
-    numbers = data.float() if scheme.kind == "fp8" else unpacked(data, columns).float()
+    numbers = data.float() if scheme.kind == "fp8" else integers(data, columns).float()
     return numbers * spread(tensors[scheme.scale], scheme, *numbers.shape)
 
 
@@ -138,10 +136,3 @@ def packed(numbers: Tensor) -> Tensor:
     shifts = torch.arange(0, 32, 4, device=numbers.device)
     whole = (padded.view(n, -1, PER_INT32) << shifts).sum(-1)
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
-
-
-def unpacked(data: Tensor, columns: int) -> Tensor:
-    """Integers [..., columns] from -8 to 7 as int8, of an int32 tensor [..., columns / 8]."""
-    shifts = torch.arange(0, 32, 4, device=data.device, dtype=torch.int32)
-    numbers = (data[..., None] >> shifts).bitwise_and(15).to(torch.int8) + INT4_RANGE[0]
-    return numbers.flatten(-2)[..., :columns]

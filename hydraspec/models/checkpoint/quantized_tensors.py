@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+from hydraspec_kernels.quantised import PER_INT32
 from safetensors import safe_open
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint.quantization import PER_INT32, Scheme, tensor_name
+from hydraspec.models.checkpoint.quantization import Scheme, tensor_name
 from hydraspec.models.checkpoint.quantization_config import Schemes, found_formats, read_schemes
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
 from hydraspec.models.checkpoint.tensors import FLOATS, KV_SCALE

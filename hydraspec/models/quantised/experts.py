@@ -17,8 +17,6 @@ from hydraspec.models.quantised.projection import Projection, check_split, empty
 class ExpertSlab:
     """One projection (gate, up or down) of all routed experts of a layer, quantised alike."""
 
-    scheme: Scheme
-    inputs: Share
     data: Tensor  # [E, n, k]
     projections: list[Projection]  # of each expert
     matrix: QuantisedMatrix | None = None  # once the file's scales are known
@@ -41,7 +39,7 @@ class ExpertSlab:
         projections = [
             Projection.empty(f"{i}.{name}", scheme, inputs, outputs, data[i]) for i in range(count)
         ]
-        return cls(scheme, inputs, data, projections)
+        return cls(data, projections)
 
     @property
     def filled(self) -> QuantisedMatrix:
@@ -65,14 +63,7 @@ class ExpertSlab:
         if rounding.scale is not None:
             static = [each.rounding().scale for each in self.projections]
             rounding = replace(rounding, scale=torch.stack([s for s in static if s is not None]))
-        self.matrix = QuantisedMatrix(
-            self.data,
-            scales,
-            1 if by_row else self.scheme.rows or 1,
-            self.scheme.columns or self.inputs.count,
-            self.inputs.count,
-            rounding,
-        )
+        self.matrix = first.matrix(self.data, scales, rounding, by_row=by_row)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """All matrices [E, n, k] in dtype."""
@@ -124,8 +115,9 @@ class ExpertStack:
     def distribute(self) -> None:
         """Gives every projection its scales; call once after the weights are filled."""
         scales, count = self.file[self.scheme.scale], len(self.slabs)
-        if self.slabs[0].scheme.rows != self.scheme.rows and self.scheme.rows is not None:
-            whole = sum(slab.projections[0].outputs.size for slab in self.slabs)
+        single = self.slabs[0].projections[0]
+        if single.scheme.rows != self.scheme.rows and self.scheme.rows is not None:
+            whole = count * single.outputs.size
             scales = scales.repeat_interleave(self.scheme.rows, 1)[:, :whole]
         for slab, mine in zip(self.slabs, scales.chunk(count, 1), strict=True):
             for i, each in enumerate(slab.projections):

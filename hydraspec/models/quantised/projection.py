@@ -5,20 +5,18 @@ checks of their values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from hydraspec_kernels.quantised import QuantisedMatrix, Rounding
+from hydraspec_kernels.quantised import E4M3, PER_INT32, QuantisedMatrix, Rounding
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError, ConfigurationError
-from hydraspec.models.checkpoint.quantization import E4M3, PER_INT32, Scheme, encode
-from hydraspec.models.parts import Part, Share, Tensors, divided
+from hydraspec.models.checkpoint.quantization import Scheme, encode
+from hydraspec.models.parts import Part, Share, Tensors, divided_matrix
 
-Read = Mapping[str, Tensor]
-STATIC_SCALE = (
-    0.02  # of inputs, with random weights: up to 9, which normed activations seldom reach
-)
+# Of inputs, with random weights: up to 9, which normed activations seldom reach.
+STATIC_SCALE = 0.02
 
 
 @dataclass(slots=True)
@@ -48,14 +46,10 @@ class Projection:
         """Every tensor by its name in the checkpoint."""
         found: Tensors = {f"{self.name}.{suffix}": each for suffix, each in self.file.items()}
         packing = PER_INT32 if self.scheme.kind == "int4" else 1
-        if self.inputs.is_part:
-            share = Share(
-                -(-self.inputs.size // packing), self.inputs.first // packing, self.data.shape[1]
-            )
-            found[f"{self.name}.{self.scheme.data}"] = Part(self.data, 1, share)
-        else:
-            found[f"{self.name}.{self.scheme.data}"] = divided(self.data, 0, self.outputs)
-        return found
+        size, first = -(-self.inputs.size // packing), self.inputs.first // packing
+        stored = Share(size, first, self.data.shape[1])
+        name = f"{self.name}.{self.scheme.data}"
+        return found | {name: divided_matrix(self.data, stored, self.outputs)}
 
     @property
     def is_aligned(self) -> bool:
@@ -88,6 +82,14 @@ class Projection:
         scale = None if scheme.input_scale is None else self.file[scheme.input_scale].view(1, 1)
         return Rounding(scheme.inputs, scheme.group or 0, scale)
 
+    def matrix(
+        self, data: Tensor, scales: Tensor, rounding: Rounding, *, by_row: bool
+    ) -> QuantisedMatrix:
+        """The matrix of `data` and `scales`: this projection's, or those of several alike."""
+        rows = 1 if by_row else self.scheme.rows or 1
+        columns, width = self.scheme.columns or self.inputs.count, self.inputs.count
+        return QuantisedMatrix(data, scales, rows, columns, width, rounding)
+
     def check(self, where: str, prefix: str) -> None:
         """Raises CheckpointError for scales that no number can have, naming the tensor."""
         for suffix, found in self.file.items():
@@ -111,7 +113,7 @@ class Projection:
                 "finite numbers: download or convert it again"
             )
 
-    def put(self, read: Read) -> None:
+    def put(self, read: Mapping[str, Tensor]) -> None:
         """Fills the tensors from whole ones by their names after the module's."""
         for name, weight in self.tensors().items():
             whole = read[name.removeprefix(f"{self.name}.")]
@@ -126,14 +128,6 @@ class Projection:
         if self.scheme.input_scale is not None:
             read[self.scheme.input_scale] = torch.full((1,), STATIC_SCALE, device=whole.device)
         self.put(read)
-
-
-def scales_by_row(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The same matrix with scales for each row."""
-    if matrix.rows == 1:
-        return matrix
-    scales = matrix.scales.repeat_interleave(matrix.rows, -2)[..., : matrix.data.shape[-2], :]
-    return replace(matrix, scales=scales, rows=1)
 
 
 def empty_numbers(scheme: Scheme, shape: Sequence[int], device: torch.device) -> Tensor:

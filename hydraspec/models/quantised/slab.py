@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from hydraspec_kernels.quantised import QuantisedMatrix, quantised_linear, row_maxima, unpacked
+from hydraspec_kernels.quantised import (
+    E4M3,
+    QuantisedMatrix,
+    quantised_linear,
+    row_maxima,
+    unpacked,
+)
 from torch import Tensor
 from torch.nn.functional import linear as library_linear
 
-from hydraspec.models.checkpoint.quantization import E4M3, Scheme
-from hydraspec.models.parts import Part, Share, Tensors, divided
-from hydraspec.models.quantised.projection import (
-    Projection,
-    check_split,
-    empty_numbers,
-    scales_by_row,
-)
+from hydraspec.models.checkpoint.quantization import Scheme
+from hydraspec.models.parts import Share, Tensors, divided_matrix
+from hydraspec.models.quantised.projection import Projection, check_split, empty_numbers
 from hydraspec.parallel.group import TensorGroup
 
 
@@ -36,19 +37,13 @@ class Piece:
 
     def finish(self) -> None:
         """Collects the scales; call once after the weights are filled."""
-        first = self.projections[0]
-        by_row = not all(each.is_aligned for each in self.projections[:-1]) or not (
-            self.projections[-1].is_aligned
-        )
+        first, others = self.projections[0], self.projections[:-1]
         # A block of rows that ends inside a projection must not go on in the next.
-        by_row = by_row or any(
-            each.outputs.count % (each.scheme.rows or 1) for each in self.projections[:-1]
+        by_row = not all(each.is_aligned for each in self.projections) or any(
+            each.outputs.count % (each.scheme.rows or 1) for each in others
         )
         scales = torch.cat([each.scales(by_row=by_row) for each in self.projections])
-        columns = first.scheme.columns or first.inputs.count
-        rows = 1 if by_row else first.scheme.rows or 1
-        width = first.inputs.count
-        self.matrix = QuantisedMatrix(self.data, scales, rows, columns, width, first.rounding())
+        self.matrix = first.matrix(self.data, scales, first.rounding(), by_row=by_row)
 
 
 @dataclass(slots=True)
@@ -63,9 +58,7 @@ class Plain:
 
     def tensors(self) -> Tensors:
         """The weight by its name in the checkpoint."""
-        if self.inputs.is_part:
-            return {f"{self.name}.weight": Part(self.weight, 1, self.inputs)}
-        return {f"{self.name}.weight": divided(self.weight, 0, self.outputs)}
+        return {f"{self.name}.weight": divided_matrix(self.weight, self.inputs, self.outputs)}
 
 
 @dataclass(slots=True)
@@ -140,16 +133,18 @@ class Slab:
         for piece in self.pieces:
             if piece.columns.stop <= first:
                 continue
-            skipped = slice(max(first - piece.columns.start, 0), None)
+            skipped = max(first - piece.columns.start, 0)
             if isinstance(piece, Plain):
-                found.append(library_linear(x, piece.weight[skipped]))
+                found.append(library_linear(x, piece.weight[skipped:]))
                 continue
             matrix = piece.matrix
             assert matrix is not None, "the weights are not filled yet"
             if self.inputs.is_part and matrix.rounding.kind == "token" and maxima is None:
                 maxima = whole_maxima(self.group)(x)
-            if skipped.start:
-                matrix = rows_from(matrix, skipped.start)
+            if skipped % matrix.rows:
+                matrix = matrix.by_row()
+            if skipped:
+                matrix = matrix.from_row(skipped)
             found.append(quantised_linear(x, matrix, maxima))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
@@ -171,7 +166,7 @@ class Slab:
                 pieces.append(replace(piece, weight=at(piece, piece.weight)))
             else:
                 assert piece.matrix is not None
-                matrix = scales_by_row(piece.matrix)
+                matrix = piece.matrix.by_row()
                 data, kind = matrix.data, matrix.data.dtype
                 if kind is E4M3:  # a type that few operators take
                     data = data.view(torch.uint8)
@@ -190,13 +185,6 @@ class Slab:
                 assert piece.matrix is not None
                 found.append(unpacked(piece.matrix, dtype))
         return torch.cat(found)
-
-
-def rows_from(matrix: QuantisedMatrix, first: int) -> QuantisedMatrix:
-    """Rows `first` and later of a matrix."""
-    if first % matrix.rows:
-        matrix = scales_by_row(matrix)
-    return matrix.of_rows(slice(first, None))
 
 
 def whole_maxima(group: TensorGroup) -> Callable[[Tensor], Tensor]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraspec.models.checkpoint.quantization import E4M3_MAX
 from hydraspec.models.checkpoint.twins import INPUT_SCALES
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.draft_heads import DraftHead
@@ -18,6 +18,7 @@ from hydraspec.zoo.recipe.train_drafter import draft_rows
 
 NUM_DRAFTS = 3
 DIGITS = 6
+LARGEST = torch.finfo(torch.float8_e4m3fn).max  # number of the format
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def calibrate(target: PreTrainedModel, head: DraftHead, data: Sequences) -> list
         for tokens, length in zip(data.tokens, data.length, strict=True):
             draft_rows(target, head, tokens[None, : int(length)].long(), (), NUM_DRAFTS)
     return [
-        {name: float(f"{largest / E4M3_MAX:.{DIGITS}g}") for name, largest in sorted(of.items())}
+        {name: float(f"{largest / LARGEST:.{DIGITS}g}") for name, largest in sorted(of.items())}
         for of in (of_target, of_head)
     ]
 

@@ -33,8 +33,26 @@ def quantised_moe(
     maxima: largest magnitudes of whole inner rows from a rank's part of them, where ranks divide
     the inner width; None: they do not.
     """
-    few = 2 * e.numel() <= experts[0].data.shape[0]
-    return (_gathered if few else _all)(x, w, e, experts, activation, maxima)
+    (rows, k), width = e.shape, x.shape[1]
+    count, inner = experts[0].data.shape[:2]
+    if 2 * e.numel() <= count:
+        each = x[:, None].expand(rows, k, width).reshape(rows * k, 1, width)
+        out = _outputs(each, _chosen(experts, e.reshape(-1)), activation, maxima)
+        return torch.bmm(w.to(x.dtype)[:, None], out.view(rows, k, width)).squeeze(1)
+    share = w.new_zeros(rows, count).scatter_(1, e, w).to(x.dtype).t()[:, :, None]
+    step = max(1, MAX_CHUNK_NUMBERS // (2 * max(inner, width) * (rows + max(inner, width))))
+    total = torch.zeros_like(x)
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
+        each = x.expand(part.stop - start, *x.shape)
+        out = _outputs(each, _chosen(experts, part), activation, maxima)
+        total.add_(out.mul_(share[part]).sum(0))
+    return total
+
+
+def _chosen(experts: Experts, which: Tensor | slice) -> Experts:
+    gate, up, down = experts
+    return gate.of_experts(which), up.of_experts(which), down.of_experts(which)
 
 
 def _outputs(x: Tensor, experts: Experts, activation: Activation, maxima: Maxima | None) -> Tensor:
@@ -44,39 +62,3 @@ def _outputs(x: Tensor, experts: Experts, activation: Activation, maxima: Maxima
     inner = gated_activation(both.flatten(0, 1), activation).unflatten(0, x.shape[:2])
     whole = None if maxima is None or down.rounding.kind != "token" else maxima(inner)
     return quantised_linear(inner, down, whole)
-
-
-def _gathered(
-    x: Tensor,
-    w: Tensor,
-    e: Tensor,
-    experts: Experts,
-    activation: Activation,
-    maxima: Maxima | None,
-) -> Tensor:
-    (rows, k), width = e.shape, x.shape[1]
-    gate, up, down = (matrix.of_experts(e.reshape(-1)) for matrix in experts)
-    each = x[:, None].expand(rows, k, width).reshape(rows * k, 1, width)
-    out = _outputs(each, (gate, up, down), activation, maxima).view(rows, k, width)
-    return torch.bmm(w.to(x.dtype)[:, None], out).squeeze(1)
-
-
-def _all(
-    x: Tensor,
-    w: Tensor,
-    e: Tensor,
-    experts: Experts,
-    activation: Activation,
-    maxima: Maxima | None,
-) -> Tensor:
-    count, inner, width = (*experts[0].data.shape[:2], x.shape[1])
-    share = w.new_zeros(x.shape[0], count).scatter_(1, e, w).to(x.dtype).t()[:, :, None]
-    step = max(1, MAX_CHUNK_NUMBERS // (2 * max(inner, width) * (x.shape[0] + max(inner, width))))
-    total = torch.zeros_like(x)
-    for start in range(0, count, step):
-        part = slice(start, min(start + step, count))
-        gate, up, down = (matrix.of_experts(part) for matrix in experts)
-        rows = x.expand(part.stop - start, *x.shape)
-        out = _outputs(rows, (gate, up, down), activation, maxima)
-        total.add_(out.mul_(share[part]).sum(0))
-    return total

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
 from hydraspec_kernels.quantised.reference import (
+    E4M3,
+    E4M3_MAX,
+    PER_INT32,
+    integers,
     quantised_linear_reference,
     rounded_rows,
     row_maxima,
@@ -22,8 +26,12 @@ from hydraspec_kernels.quantised.reference import (
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
+    "E4M3",
+    "E4M3_MAX",
+    "PER_INT32",
     "QuantisedMatrix",
     "Rounding",
+    "integers",
     "quantised_linear",
     "rounded_rows",
     "row_maxima",
@@ -47,7 +55,7 @@ def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None =
         if tiles := tiles_for(x.shape[0], matrix):
             return launch(x, matrix, maxima, tiles)
         if _has_scaled_product(x, matrix):
-            numbers, scales = round_rows(x, matrix.rounding, maxima, torch.float8_e4m3fn)
+            numbers, scales = round_rows(x, matrix.rounding, maxima, E4M3)
             return torch._scaled_mm(
                 numbers,
                 matrix.data.t(),
@@ -64,7 +72,7 @@ def _has_scaled_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
     """Returns whether the library multiplies these without unpacking."""
     n, k = matrix.data.shape
     return (
-        matrix.data.dtype is torch.float8_e4m3fn
+        matrix.data.dtype is E4M3
         and matrix.rows == 1
         and matrix.scales.shape[-1] == 1
         and matrix.rounding.kind in ("token", "static")

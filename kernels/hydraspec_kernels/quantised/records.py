@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -28,21 +28,23 @@ class QuantisedMatrix:
     width: int  # K
     rounding: Rounding
 
-    def of_rows(self, rows: slice) -> QuantisedMatrix:
-        """The matrix of some rows; they must begin with a block, unless scales are per row."""
-        first, last = rows.start or 0, rows.stop
+    def by_row(self) -> QuantisedMatrix:
+        """The same matrix with scales for each row."""
+        if self.rows == 1:
+            return self
+        scales = self.scales.repeat_interleave(self.rows, -2)[..., : self.data.shape[-2], :]
+        return replace(self, scales=scales, rows=1)
+
+    def from_row(self, first: int) -> QuantisedMatrix:
+        """The matrix of rows `first` and later, which must begin with a block."""
         assert first % self.rows == 0, f"row {first} is inside a block of {self.rows}"
-        end = None if last is None else -(-last // self.rows)
-        scales = self.scales[..., first // self.rows : end, :]
-        return QuantisedMatrix(
-            self.data[..., rows, :], scales, self.rows, self.columns, self.width, self.rounding
-        )
+        scales = self.scales[..., first // self.rows :, :]
+        return replace(self, data=self.data[..., first:, :], scales=scales)
 
     def of_experts(self, experts: Tensor | slice) -> QuantisedMatrix:
         """The stack of some experts, given by their indices or as a range."""
         rounding = self.rounding
         if rounding.scale is not None:
-            rounding = Rounding(rounding.kind, rounding.group, rounding.scale[experts])
-        return QuantisedMatrix(
-            self.data[experts], self.scales[experts], self.rows, self.columns, self.width, rounding
-        )
+            rounding = replace(rounding, scale=rounding.scale[experts])
+        data, scales = self.data[experts], self.scales[experts]
+        return replace(self, data=data, scales=scales, rounding=rounding)

@@ -16,7 +16,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 LEAST_ROW_SCALE = 1 / (E4M3_MAX * 512)
 LEAST_GROUP_MAX = 1e-10
-PER_INT32 = 8
+PER_INT32 = 8  # four-bit numbers in an element of a packed tensor, the first in the lowest bits
 
 
 def row_maxima(x: Tensor) -> Tensor:
@@ -63,13 +63,18 @@ def _by_most(maxima: Tensor) -> Tensor:
     return maxima / torch.full_like(maxima, E4M3_MAX)
 
 
+def integers(data: Tensor, width: int) -> Tensor:
+    """Integers [..., width] from -8 to 7 as int8, of an int32 tensor [..., width / 8]."""
+    shifts = torch.arange(0, 32, 4, device=data.device, dtype=torch.int32)
+    numbers = (data[..., None] >> shifts).bitwise_and_(15).to(torch.int8).sub_(8)
+    return numbers.flatten(-2)[..., :width]
+
+
 def unpacked(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """The matrix [..., N, K] in dtype, each number times its scale rounded once."""
     data = matrix.data
     if data.dtype is torch.int32:
-        shifts = torch.arange(0, 32, 4, device=data.device, dtype=torch.int32)
-        numbers = (data[..., None] >> shifts).bitwise_and_(15).to(torch.int8).sub_(8)
-        numbers = numbers.flatten(-2)[..., : matrix.width]
+        numbers = integers(data, matrix.width)
     elif data.is_cuda:
         numbers = data
     else:
