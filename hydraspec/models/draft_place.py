@@ -32,9 +32,11 @@ def is_worth_dividing(place: Place, num_bytes: int, num_reductions: int) -> bool
     return saved_us > num_reductions * REDUCTION_US
 
 
-def target_place(target: TargetModel) -> Place:
-    """The place of a draft head that is divided over the same ranks as its target."""
-    return Place(target.dtype, target.device, target.vocabulary.group)
+def target_place(target: TargetModel, *, is_quantised: bool = False) -> Place:
+    """The place of a draft head that is divided over the same ranks as its target. The head's own
+    checkpoint says whether it is quantised."""
+    group = target.vocabulary.group
+    return Place(target.dtype, target.device, group, is_quantised=is_quantised)
 
 
 def whole(place: Place) -> Place:
@@ -43,14 +45,18 @@ def whole(place: Place) -> Place:
 
 
 def layers_place(
-    target: TargetModel, divided: Divided, layers: Callable[[Place], Sequence[Weights]]
+    target: TargetModel,
+    divided: Divided,
+    layers: Callable[[Place], Sequence[Weights]],
+    *,
+    is_quantised: bool = False,
 ) -> Place:
     """The place of decoder layers that have their own KV cache.
 
     layers: builds them in a place (here without memory). A layer that is divided takes two sums
     over ranks. Layers that the ranks cannot divide evenly are held whole.
     """
-    place = target_place(target)
+    place = target_place(target, is_quantised=is_quantised)
     size = place.group.size
     if size == 1:
         return place

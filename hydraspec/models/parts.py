@@ -99,10 +99,12 @@ class Weights:
             None has no weights.
         quantization: of a whole model, how its quantised matrices are stored, by kind, such as
             "q_proj"; None: all are in float.
+        quantization_notes: of a whole model, what its config announces and is not applied.
     """
 
     names: Mapping[str, str] = {}
     quantization: Mapping[str, str] | None = None
+    quantization_notes: tuple[str, ...] = ()
 
     def tensors(self) -> Tensors:
         """Weights by their names in the checkpoint below this part, in the checkpoint's layout."""

@@ -31,7 +31,11 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
     where = str(checkpoint.folder)
     if checkpoint.is_quantised:
         schemes_in = _schemes_by_config if weights == "random" else _schemes_by_tensors
-        _allocate(model, schemes_in(checkpoint, model), where)
+        schemes = schemes_in(checkpoint, model)
+        _allocate(model, schemes, where)
+        stated = read_schemes(checkpoint.config, where) if schemes else None
+        if stated is not None:
+            model.quantization_notes = stated.notes
     if weights == "random":
         _randomise_model(model, seed)
     else:

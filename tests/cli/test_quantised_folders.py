@@ -59,6 +59,17 @@ def test_a_run_records_how_the_target_is_stored(
     assert says == (engine == "transformers")
 
 
+def test_a_cache_format_that_is_not_applied_is_a_warning(
+    run: Callable[..., int], written: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(written / "channel", tmp_path / "with_cache")
+    settings = FORMATS["channel"][1] | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    edit_config(folder, quantization_config=settings)
+    assert run(folder) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [each for each in summary["warnings"] if "kv_cache_scheme" in each]
+
+
 def test_a_float_folder_records_nothing(
     run: Callable[..., int], written: Path, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def test_shipped_workload_is_what_the_recipe_writes() -> None:
 def test_no_held_out_prompt_is_ever_trained_on() -> None:
     """Both sides obey one rule on the prompt's text; a generator that drops it fails here."""
     held_out = {example.prompt for example in corpus.workload_examples()}
-    assert len(held_out) == 64
+    assert len(held_out) == 96
     assert all(corpus.is_held_out(prompt) for prompt in held_out)
     seeds = (
         tokenizer.TOKENIZER_SEED,

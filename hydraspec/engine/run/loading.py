@@ -333,12 +333,13 @@ def _info(
     stored = getattr(target, "quantization", None)  # a plugin's target may not say
     if stored is not None:
         log.info("target: quantization=%s", stored)
+        notes += getattr(target, "quantization_notes", ())
     if spec is not None:
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)
-        notes = [*spec.notes, *([other_model] if other_model else [])]
-        for note in notes:
-            log.warning(note)
+        notes += [*spec.notes, *([other_model] if other_model else [])]
+    for note in notes:
+        log.warning(note)
     return EngineInfo(
         engine="native",
         target=config.target.name,

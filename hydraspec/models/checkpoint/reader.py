@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -46,19 +46,24 @@ class Checkpoint:
     folder: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    _entries: dict[str, TensorEntry] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def entries(self) -> dict[str, TensorEntry]:
-        """Every tensor by its Hugging Face name, read from the files' headers.
+        """Every tensor by its Hugging Face name, read once from the files' headers.
 
         Raises CheckpointError: no safetensors, a shard missing, a file cut short or not
         safetensors.
         """
-        found: dict[str, TensorEntry] = {}
-        for file in _tensor_files(self.folder):
-            found.update(_read_header(file))
-        if mistral_names.is_consolidated(found):
-            return _from_consolidated(found, self.config)
-        return found
+        if self._entries is None:
+            found: dict[str, TensorEntry] = {}
+            for file in _tensor_files(self.folder):
+                found.update(_read_header(file))
+            if mistral_names.is_consolidated(found):
+                found = _from_consolidated(found, self.config)
+            self._entries = found
+        return self._entries
 
     @property
     def is_quantised(self) -> bool:

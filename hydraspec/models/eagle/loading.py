@@ -5,7 +5,6 @@ the target, and checks the config against the tensors and the target.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from safetensors import safe_open
@@ -51,8 +50,8 @@ def load_eagle(
         target,
         layers.divided,
         lambda place: EagleHead(config, layers, len(ids), width, place).stack,
+        is_quantised=opened.is_quantised,
     )
-    place = replace(place, is_quantised=opened.is_quantised)
     with torch.no_grad():
         head = EagleHead(config, layers, len(ids), width, place)
         _place_tables(head, entries, target, where)

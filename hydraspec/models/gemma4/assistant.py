@@ -215,8 +215,8 @@ def load_assistant(
     check_method(open_draft(checkpoint), "gemma4_mtp")
     opened, config = read_assistant(checkpoint)
     where = str(opened.folder)
-    place = target_place(target)  # layers are divided as the KV heads they read are
-    place = replace(place, is_quantised=opened.is_quantised)
+    # Layers are divided as the KV heads they read are.
+    place = target_place(target, is_quantised=opened.is_quantised)
     config.text.divided.check(place.group.size, where)
     sources = match_target(config, target, where)
     with torch.no_grad():

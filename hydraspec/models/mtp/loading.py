@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from hydraspec.errors import CheckpointError
@@ -38,8 +36,8 @@ def load_mtp(
         target,
         config.block.divided,
         lambda place: MTPHead(config, target, num_drafts, place).layers,
+        is_quantised=opened.is_quantised,
     )
-    place = replace(place, is_quantised=opened.is_quantised)
     with torch.no_grad():
         head = MTPHead(config, target, num_drafts, place)
         if weights == "checkpoint":

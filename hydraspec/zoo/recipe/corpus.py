@@ -19,7 +19,7 @@ from hydraspec.zoo.recipe.tasks import TASKS
 NUM_BUCKETS = 16
 HELD_OUT_BUCKET = 0
 WORKLOAD_SEED = 20_000
-WORKLOAD_PER_CATEGORY = 16
+WORKLOAD_PER_CATEGORY = 24
 WORKLOAD_MAX_TOKENS = 96
 WORKLOAD_PATH = Path(__file__).parents[1] / "data" / "tiny.jsonl"
 ANSWER_MARK = "answer is"
@@ -71,7 +71,7 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def workload_examples(per_category: int = WORKLOAD_PER_CATEGORY) -> list[Example]:
-    """Held-out prompts, the categories in turn, no prompt twice; the first 64 are `tiny`."""
+    """Held-out prompts, the categories in turn, no prompt twice; the first 96 are `tiny`."""
     rng = random.Random(WORKLOAD_SEED)
     examples: list[Example] = []
     seen: set[str] = set()
