@@ -112,8 +112,8 @@ def test_conversations_of_the_zoos_prompts(config: RunConfig) -> None:
     assert [r.answer for r in found.requests] == [r.answer for r in lines.requests[:15]]
     assert [r.after for r in found.requests[:5]] == [None, 0, 1, None, 3]
     assert found.places["1/2"] == "zoo:tiny:5"
-    size.num_conversations = 22
-    with pytest.raises(ConfigurationError, match="need 66 lines, and zoo:tiny has 64"):
+    size.num_conversations = 33
+    with pytest.raises(ConfigurationError, match="need 99 lines, and zoo:tiny has 96"):
         workloads.read(config)
 
 

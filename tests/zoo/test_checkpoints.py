@@ -164,11 +164,11 @@ def test_text_survives_the_tokenizer() -> None:
 
 def test_workload_lines() -> None:
     lines = evaluate.read_workload()
-    assert len(lines) == 64
-    assert len({line["id"] for line in lines}) == 64
+    assert len(lines) == 96
+    assert len({line["id"] for line in lines}) == 96
     assert [line["category"] for line in lines[:4]] == list(tasks.TASKS)
     for category in tasks.TASKS:
-        assert sum(line["category"] == category for line in lines) == 16
+        assert sum(line["category"] == category for line in lines) == 24
     assert all(set(line) == WORKLOAD_KEYS for line in lines)
 
 
