@@ -51,7 +51,12 @@ def attend_request(
 
 
 def seen_keys(
-    j: Tensor, p: Tensor, length: int | Tensor, rows: int | Tensor, window: int | None, mask: RowMask
+    j: Tensor,
+    p: Tensor,
+    length: int | Tensor,
+    rows: int | Tensor,
+    window: int | None,
+    mask: RowMask,
 ) -> Tensor:
     """Returns which of the keys j are seen by the rows at positions p, the last `rows` of `length`
     tokens; all arguments broadcast."""
