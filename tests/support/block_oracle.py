@@ -53,7 +53,11 @@ class PlainBlock(PlainEagle):
 
     def block_attention(self, i: int, x: Tensor, context: Tensor, start: int) -> Tensor:
         heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
-        size, name, eps = self.layer["head_dim"], f"layers.{i}.self_attn", self.layer["rms_norm_eps"]
+        size, name, eps = (
+            self.layer["head_dim"],
+            f"layers.{i}.self_attn",
+            self.layer["rms_norm_eps"],
+        )
         places = torch.arange(start + len(x))
         both = torch.cat((context, x))
         q = self.linear(f"{name}.q_proj", x).view(-1, heads, size)
