@@ -84,7 +84,7 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = {
         *("gemma4", {"num_hidden_layers": 2}),
         *({"aux_layer_ids": (0, 1, 3), "samples_anchor": True}, "deepseek-ai", 320, 0),
     ),
-    "wide dflash on llama": (
+    "dflash with a short window on llama": (
         *("llama", {**SLIDING, "sliding_window": 3}),
         *({"aux_layer_ids": (1, 2)}, "speculators", 160, 0),
     ),

@@ -102,10 +102,15 @@ def make_assistant(args: argparse.Namespace) -> None:
 def make_drafters(args: argparse.Namespace) -> None:
     """Train a target's drafters with their own KV, or --drafter alone; the target must be made."""
     target = modeling.load_target(args.out / args.name, args.device)
-    for name, block in _block_drafters(args).items():
-        texts = _data(args, block.num_texts, ASSISTANT_DATA_SEED)
-        made = train_block.train_block(block, target, texts, title=name)
-        block_files.save_block(made, block, target, args.out / name)
+    blocks = _block_drafters(args)
+    seen = {(block.num_texts, block.aux_layer_ids) for block in blocks.values()}
+    for count, aux_layer_ids in seen:
+        texts = _data(args, count, ASSISTANT_DATA_SEED)
+        kept = train_drafter.keep_states(target, texts, aux_layer_ids)
+        for name, block in blocks.items():
+            if (block.num_texts, block.aux_layer_ids) == (count, aux_layer_ids):
+                made = train_block.train_block(block, target, texts, title=name, kept=kept)
+                block_files.save_block(made, block, target, args.out / name)
     if not _drafters(args):
         return
     data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)

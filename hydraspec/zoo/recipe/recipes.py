@@ -180,7 +180,7 @@ class BlockRecipe(Training):
     markov_rank: int = 0
     markov_kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
     num_texts: int = 3_000
-    num_anchors: int = 12  # blocks of a text and step
+    num_anchors: int = 24  # blocks of a text and step
     batch_size: int = 24
     learning_rate: float = 3e-3
     weight_decay: float = 0.01
@@ -368,7 +368,19 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         target="tiny_qwen3",
         layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
         aux_layer_ids=(2, 9, 15),
-        steps=400,
+        steps=700,
+    ),
+    # Tables of its own, blocks of seven that all draft, the plain Markov head.
+    "tiny_qwen3-dspark": BlockRecipe(
+        kind="dspark",
+        format="deepseek-ai",
+        target="tiny_qwen3",
+        layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 9, 15),
+        block_size=7,
+        own_tables=True,
+        markov_rank=32,
+        steps=700,
     ),
     # A sliding layer, causal, then a full one; half the vocabulary.
     "tiny_gemma4-dflash": BlockRecipe(
@@ -380,7 +392,23 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         windows=(32, None),
         draft_vocab_size=384,
         own_tables=True,
-        num_texts=2_000,
-        steps=300,
+        num_texts=1_500,
+        steps=500,
+    ),
+    # The same with DSpark's heads, the Markov head gated.
+    "tiny_gemma4-dspark": BlockRecipe(
+        kind="dspark",
+        format="speculators",
+        target="tiny_gemma4",
+        layer=LayerShape(hidden_size=160, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 8, 13),
+        windows=(32, None),
+        block_size=7,
+        draft_vocab_size=384,
+        own_tables=True,
+        markov_rank=32,
+        markov_kind="gated",
+        num_texts=1_500,
+        steps=500,
     ),
 }

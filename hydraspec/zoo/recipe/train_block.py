@@ -23,6 +23,7 @@ from hydraspec.zoo.recipe.recipes import BlockRecipe
 from hydraspec.zoo.recipe.train_drafter import (
     CHUNK,
     MASK_TOKEN_ID,
+    KeptStates,
     keep_states,
     most_frequent_tokens,
     read_states,
@@ -114,11 +115,16 @@ def block_loss(
 
 
 def train_block(
-    recipe: BlockRecipe, target: PreTrainedModel, data: Sequences, *, title: str
+    recipe: BlockRecipe,
+    target: PreTrainedModel,
+    data: Sequences,
+    *,
+    title: str,
+    kept: KeptStates | None = None,
 ) -> BlockHead:
     """Train a head from scratch on the data's device; the target's weights stay fixed."""
     target.requires_grad_(False)
-    kept = keep_states(target, data, recipe.aux_layer_ids)
+    kept = kept or keep_states(target, data, recipe.aux_layer_ids)
     head = build(recipe, target.config)
     if recipe.draft_vocab_size is not None:
         head.token_ids = most_frequent_tokens(data, recipe.draft_vocab_size)
