@@ -67,16 +67,23 @@ class BlockSpeculator(ParallelSpeculator):
     def draft_states(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
     ) -> Tensor | None:
+        states = self.block_states(target_step, verdict, batch, state)
+        # Row i is at position p + 1 + i; it predicts its own position, or the next one.
+        return None if states is None else states[:, -self.draft_length(batch) :]
+
+    def block_states(
+        self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
+    ) -> Tensor | None:
+        """States [B, R, D] of whole blocks, after the step's context is written; None where no
+        request needs drafts."""
         context = self._context_rows(batch)
         features = self.head.context_features(target_step)
         self.head.write_context(context, features, self.draft_caches)
         if not self.needs_drafts(target_step, batch):
             return None
-        k = self.draft_length(batch)
         rows = self.lay_out(verdict, batch, state)
         states = self.head.draft_block(rows, self.draft_caches)
-        # Row i is at position p + 1 + i; it predicts its own position, or the next one.
-        return states.view(batch.num_requests, -1, states.shape[1])[:, -k:]
+        return states.view(batch.num_requests, -1, states.shape[1])
 
     def _context_rows(self, batch: Batch) -> Rows:
         """The step's rows with the drafter's KV groups."""

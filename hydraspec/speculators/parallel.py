@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,17 +34,23 @@ class ParallelSpeculator(DraftModelSpeculator):
         if states is None:
             return None
         seq_lens = state.num_computed.index_select(0, batch.slots)
-        drafts, probs = [], []
-        for index, hidden in enumerate(states.unbind(1)):
-            tokens, drawn_from = self.sample_draft(hidden, batch, state, seq_lens, index)
-            drafts.append(tokens)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-        return Draft(tokens=torch.stack(drafts, 1), probs=torch.stack(probs, 1) if probs else None)
+        return together(
+            self.sample_draft(hidden, batch, state, seq_lens, index)
+            for index, hidden in enumerate(states.unbind(1))
+        )
 
     def needs_drafts(self, target_step: TargetStep, batch: Batch) -> bool:
         """Returns whether any request needs drafts after this step."""
         return self.draft_length(batch) > 0 and target_step.logits.shape[0] > 0
+
+
+def together(drafts: Iterable[tuple[Tensor, Tensor | None]]) -> Draft:
+    """Drafts of positions in order, tokens [B] and probabilities [B, V_draft] or None, as one."""
+    tokens, probs = zip(*drafts, strict=True)
+    drawn_from = [each for each in probs if each is not None]
+    return Draft(
+        tokens=torch.stack(tokens, 1), probs=torch.stack(drawn_from, 1) if drawn_from else None
+    )
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ SPECULATORS = {
     "eagle3": "hydraspec.speculators.eagle:EagleSpeculator",
     "peagle": "hydraspec.speculators.peagle:PEagleSpeculator",
     "dflash": "hydraspec.speculators.block:BlockSpeculator",
+    "dspark": "hydraspec.speculators.dspark:DSparkSpeculator",
     "mtp": "hydraspec.speculators.mtp:MTPSpeculator",
     "gemma4_mtp": "hydraspec.speculators.gemma4:Gemma4Speculator",
 }

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from block_folders import FORMATS, draw_block, write_block
-from block_rows import check_block, load
+from block_folders import FORMATS, draw_block, draw_dspark, write_block
+from block_rows import check_block, check_in_turn, load
 from eagle_folders import FakeTarget
 
 from hydraspec.models.detect import resolve
@@ -44,3 +44,17 @@ def test_a_block_equals_the_plain_loop(tmp_path: Path, seed: int) -> None:
     assert head.spec.aux_layer_ids == plain.aux_layer_ids
     for _ in range(3):
         check_block(rng, plain, head, target)
+
+
+@pytest.mark.parametrize("seed", range(NUM_HEADS))
+def test_dspark_equals_the_plain_loop(tmp_path: Path, seed: int) -> None:
+    """Drafts in view of each other, and their confidence."""
+    form = FORMATS[1 + seed % 2]
+    rng = np.random.default_rng([42, seed])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_dspark(rng, target, form)
+    folder = write_block(tmp_path / "d", plain, target, form)
+    assert resolve("zoo:tiny_mistral", str(folder)).method == "dspark"
+    head = load(folder, "dspark", target)
+    for _ in range(3):
+        check_in_turn(rng, plain, head, target)

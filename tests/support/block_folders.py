@@ -12,6 +12,7 @@ from eagle_folders import draw_layer, matrix, write
 
 FORMATS = ("z-lab", "speculators", "deepseek-ai")
 SLIDING = "sliding_attention"
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 
 
 def draw_block_weights(
@@ -48,6 +49,36 @@ def draw_block_weights(
         for part in ("gate", "up"):
             linear(f"{name}.mlp.{part}_proj", inner, size)
         linear(f"{name}.mlp.down_proj", size, inner)
+    rank = head.flags.get("markov_rank", 0)
+    if rank:
+        found["markov_head.markov_w1.weight"] = matrix(rng, target.vocab_size, rank) * rank**0.5
+        found["markov_head.markov_w2.weight"] = matrix(rng, rows, rank)
+        kind = head.flags["markov_head_type"]
+        if kind == "gated":
+            linear("markov_head.gate_proj", rank, size + rank, bias=True)
+        elif kind == "rnn":
+            linear("markov_head.joint_proj", 3 * rank, 2 * rank + size, bias=True)
+    if head.flags.get("enable_confidence_head"):
+        reads_markov = head.flags["confidence_head_with_markov"]
+        linear("confidence_head.proj", 1, size + rank * reads_markov, bias=True)
+
+
+def draw_dspark(rng: np.random.Generator, target: Any, form: str) -> PlainBlock:
+    """A DSpark head of speculators or deepseek-ai, over its options."""
+    head = draw_block(rng, target, form)
+    head.method = "dspark"
+    head.samples_anchor = form == "deepseek-ai" or bool(rng.random() < 0.5)
+    head.flags = {
+        "markov_rank": int(rng.choice([3, 6])),
+        "markov_head_type": str(rng.choice(["vanilla", "gated", "rnn"])),
+        "enable_confidence_head": bool(rng.random() < 0.7),
+        "confidence_head_with_markov": bool(rng.random() < 0.6),
+    }
+    head.weights = {}
+    draw_block_weights(
+        rng, head, target, rows=target.vocab_size if head.ids is None else len(head.ids)
+    )
+    return head
 
 
 def draw_block(
@@ -107,8 +138,6 @@ def write_block(folder: Path, head: PlainBlock, target: Any, form: str) -> Path:
             "target_layer_ids": outputs,
             "mask_token_id": head.mask_token,
             "num_anchors": 512,
-            "markov_rank": 0,
-            "enable_confidence_head": False,
         }
         return write(folder, config | _heads(head), tensors)
     dflash = {"target_layer_ids": outputs, "mask_token_id": head.mask_token}
@@ -126,7 +155,8 @@ def write_block(folder: Path, head: PlainBlock, target: Any, form: str) -> Path:
 
 def _heads(head: PlainBlock) -> dict[str, Any]:
     """Keys of DSpark's further heads."""
-    return head.flags if head.method == "dspark" else {}
+    plain = {"markov_rank": 0, "enable_confidence_head": False}
+    return head.flags if head.method == "dspark" else plain
 
 
 def _write_speculators(
@@ -137,7 +167,9 @@ def _write_speculators(
     if head.ids is not None:
         tensors["d2t"] = head.ids - torch.arange(rows)
     config = {
-        "architectures": [f"{head.method.title()}DraftModel"],
+        "architectures": [
+            {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[head.method]
+        ],
         "speculators_model_type": head.method,
         "speculators_version": "0.9.0",
         "speculators_config": {

@@ -26,10 +26,49 @@ class PlainBlock(PlainEagle):
         x = self.linear("fc", torch.cat(aux, -1))
         return norm(x, self.weights["hidden_norm.weight"], self.layer["rms_norm_eps"])
 
+    # ------------------------------------------------------------------ DSpark
+
+    def bias(self, token: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Bias [V] of the logits after a token, at a row's state [D]; and the recurrent state."""
+        w, kind = self.weights, self.flags["markov_head_type"]
+        e = w["markov_head.markov_w1.weight"][token]
+        latent = e
+        if kind == "gated":
+            latent = e * torch.sigmoid(self.linear("markov_head.gate_proj", torch.cat((hidden, e))))
+        elif kind == "rnn":
+            joint = self.linear("markov_head.joint_proj", torch.cat((state, e, hidden)))
+            g, c, o = joint.chunk(3)
+            g = torch.sigmoid(g)
+            state, latent = g * state + (1 - g) * torch.tanh(c), torch.tanh(o)
+        return w["markov_head.markov_w2.weight"] @ latent, state
+
+    def confidence(self, token: Tensor, hidden: Tensor) -> Tensor:
+        """Probability that the draft after a token is accepted, at a row's state [D]."""
+        features = hidden
+        if self.flags["confidence_head_with_markov"]:
+            e = self.weights["markov_head.markov_w1.weight"][token]
+            features = torch.cat((hidden, e))
+        return torch.sigmoid(self.linear("confidence_head.proj", features))[0]
+
+    def in_turn(self, text: Tensor, aux: list[Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Drafts [k] in view of each other, the tokens before them [k] and their rows [k, D]."""
+        rows = self.block_states(text, aux, k, whole=True)
+        token, state = text[-1], torch.zeros(self.flags["markov_rank"]).double()
+        drafts, before = [], []
+        for i, hidden in enumerate(rows):
+            bias, state = self.bias(token, hidden, state)
+            if i < len(rows) - k:  # the anchor's row drafts nothing
+                continue
+            before.append(token)
+            best = (self.logits(hidden) + bias).argmax()
+            token = best if self.ids is None else self.ids[best]
+            drafts.append(token)
+        return torch.stack(drafts), torch.stack(before), rows[-k:]
+
     def num_rows(self, k: int) -> int:
         return k if self.samples_anchor else k + 1
 
-    def block_states(self, text: Tensor, aux: list[Tensor], k: int) -> Tensor:
+    def block_states(self, text: Tensor, aux: list[Tensor], k: int, whole: bool = False) -> Tensor:
         """States [k, D] of the rows that draft, behind `text`; aux are those of all its tokens but
         the newest."""
         eps, w, rows = self.layer["rms_norm_eps"], self.weights, self.num_rows(k)
@@ -49,7 +88,8 @@ class PlainBlock(PlainEagle):
             x = x + self.linear(
                 f"{name}.mlp.down_proj", gate * self.linear(f"{name}.mlp.up_proj", inner)
             )
-        return norm(x, w["norm.weight"], eps)[-k:]
+        found = norm(x, w["norm.weight"], eps)
+        return found if whole else found[-k:]
 
     def block_attention(self, i: int, x: Tensor, context: Tensor, start: int) -> Tensor:
         heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
@@ -89,5 +129,8 @@ class PlainBlock(PlainEagle):
         read: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Drafts [k] behind `text`, and the states they come from [k, D]."""
+        if self.flags.get("markov_rank"):
+            drafts, _, states = self.in_turn(text, aux, k)
+            return drafts, states
         states = self.block_states(text, aux, k)
         return self.choose(states), states

@@ -74,6 +74,9 @@ def fit_head(world: BlockWorld, texts: list[tuple[int, ...]], first: dict[Any, i
     plain.weights["lm_head.weight"] = torch.linalg.solve(gram, x.T @ wanted).T.contiguous()
 
 
+DSPARK = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True}
+RNN, GATED = ({**DSPARK, "markov_head_type": kind} for kind in ("rnn", "gated"))
+
 # name -> target, changes of the layer, fields, format, width, tokens left out
 WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = {
     "dflash on qwen3": (
@@ -83,6 +86,25 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = {
     "dflash on gemma4": (
         *("gemma4", {"num_hidden_layers": 2}),
         *({"aux_layer_ids": (0, 1, 3), "samples_anchor": True}, "deepseek-ai", 320, 0),
+    ),
+    "dspark on qwen3": (
+        *("qwen3", {**SLIDING, "num_hidden_layers": 2}),
+        {
+            "aux_layer_ids": (1, 2),
+            "method": "dspark",
+            "flags": RNN,
+        },
+        *("speculators", 192, 9),
+    ),
+    "dspark on gemma4": (
+        *("gemma4", {"num_hidden_layers": 2}),
+        {
+            "aux_layer_ids": (0, 1, 3),
+            "samples_anchor": True,
+            "method": "dspark",
+            "flags": GATED,
+        },
+        *("deepseek-ai", 320, 0),
     ),
     "dflash with a short window on llama": (
         *("llama", {**SLIDING, "sliding_window": 3}),
@@ -97,14 +119,8 @@ def make_world(folder: Path, name: str, num_prompts: int) -> BlockWorld:
     layer = LAYER | {"vocab_size": target.vocab_size, "hidden_size": width} | changes
     layer |= {"model_type": "qwen3"}
     rng = seeded(17)
-    plain = PlainBlock(
-        method="dflash",
-        layer=layer,
-        weights={},
-        mask_token=target.vocab_size - 1,
-        block_size=MAX_K + 1,
-        **fields,
-    )
+    given = {"method": "dflash", "mask_token": target.vocab_size - 1, "block_size": MAX_K + 1}
+    plain = PlainBlock(layer=layer, weights={}, **given | fields)
     rows = target.vocab_size - left_out
     if left_out:
         plain.ids = torch.from_numpy(rng.permutation(target.vocab_size)[:rows]).sort().values

@@ -8,7 +8,7 @@ context and to itself, and drafts all its tokens in one pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -16,8 +16,10 @@ from hydraspec_kernels.attention import GroupShape
 from torch import Tensor
 
 from hydraspec.models.block_drafter.config import BlockConfig
+from hydraspec.models.block_drafter.markov import ConfidenceHead, MarkovHead
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer
+from hydraspec.models.draft_place import whole
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.draft_tables import DraftTables
 from hydraspec.models.kv_groups import (
@@ -32,6 +34,8 @@ from hydraspec.models.linear import Linear
 from hydraspec.models.place import Place
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
+# Tokens [B] and the probabilities that they are drawn from, by columns of logits and an index.
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 _IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*)$")
 _STARTS = (  # other spellings of names
     ("midlayer.", "layers.0."),
@@ -50,9 +54,12 @@ def canonical_name(name: str) -> str:
 
 
 class BlockHead(DraftTables):
-    """Draft head of DFlash. `load_block_drafter` builds it empty, then fills and finishes it.
+    """Draft head of DFlash or DSpark. `load_block_drafter` builds it empty, then fills and finishes
+    it.
 
     Attributes:
+        markov: head that lets a draft know the one before it; None: drafts are independent.
+        confidence: estimate of acceptance; None: the checkpoint has none.
         mask_embedding: what enters for mask tokens [D]; None: their row of the embedding.
         embed_scale: factor of the embedding; None: 1.
     """
@@ -62,6 +69,8 @@ class BlockHead(DraftTables):
         "hidden_norm": "hidden_norm.",
         "norm": "norm.",
         "layers": "layers.",
+        "markov": "markov_head.",
+        "confidence": "confidence_head.",
     }
     spec: DraftSpec
 
@@ -77,9 +86,23 @@ class BlockHead(DraftTables):
         self.norm = Norm(size, eps, place)
         self.layers = [DenseLayer(layers, i, place) for i in range(layers.num_layers)]
         self.theta = place.frequencies(layers.rope.theta)
+        self.markov: MarkovHead | None = None
+        self.confidence: ConfidenceHead | None = None
         self.mask_embedding: Tensor | None = None
         self.embed_scale: float | None = None
         self.groups: dict[str, GroupShape] = {}
+
+    def add_heads(self, num_tokens: int) -> None:
+        """Builds DSpark's further heads with empty weights, once the tables are placed. num_tokens:
+        size of the target's vocabulary."""
+        config, size, place = self.config, self.hidden_size, whole(self.place)
+        rank = config.markov_rank
+        if rank:
+            kind = config.markov_kind
+            self.markov = MarkovHead(kind, rank, size, num_tokens, self.vocabulary, place)
+        if config.has_confidence:
+            inputs = size + (rank if config.confidence_reads_markov else 0)
+            self.confidence = ConfidenceHead(inputs, place)
 
     def canonical_name(self, name: str) -> str | None:
         """The canonical name of a checkpoint's tensor: see the function `canonical_name`."""
@@ -129,6 +152,43 @@ class BlockHead(DraftTables):
         for layer, next_norm, cache in zip(self.layers, norms[1:], kv_caches, strict=True):
             h, y = layer.forward(h, y, passes[layer.kind], cache, next_norm)
         return y
+
+    def in_turn(
+        self, states: Tensor, newest: Tensor, k: int, choose: Choose
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yields what `choose` returns for each of K drafts, in view of the draft before it.
+
+        states [B, R, D] are those of whole blocks, newest [B] their first tokens. choose takes this
+        rank's columns of the logits [B, V] and the draft's index.
+        """
+        assert self.markov is not None, "without a Markov head drafts are independent"
+        token, state, rows = newest, None, states[:, -k:]
+        if not self.config.samples_anchor:  # a state begins with the first row
+            _, state = self.markov.step(self.markov.embed(token), states[:, 0], None)
+        logits = self.columns(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        for index, hidden in enumerate(rows.unbind(1)):
+            bias, state = self.markov.step(self.markov.embed(token), hidden, state)
+            token, probs = choose(self.biased(logits[:, index], bias), index)
+            yield token, probs
+
+    def greedy_choice(self, columns: Tensor, index: int) -> tuple[Tensor, None]:
+        """The best tokens [B], as ids of the target's vocabulary, by this rank's columns."""
+        return self.target_ids(self.vocabulary.greedy_tokens(columns)), None
+
+    def biased(self, columns: Tensor, bias: Tensor) -> Tensor:
+        """This rank's columns of the logits [B, V] with the Markov head's bias."""
+        found = columns + bias
+        if self.banned is not None:
+            found.index_fill_(1, self.banned, torch.finfo(found.dtype).min)
+        return found
+
+    def acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Estimated probabilities [B] that drafts from rows hidden [B, D] after tokens `previous`
+        [B] are accepted, given that the drafts before them are."""
+        assert self.confidence is not None, "the checkpoint has no confidence head"
+        if self.markov is None or not self.config.confidence_reads_markov:
+            return self.confidence.forward(hidden)
+        return self.confidence.forward(torch.cat((hidden, self.markov.embed(previous)), -1))
 
     def _embed(self, rows: Rows) -> Tensor:
         """What enters for the rows of equally long blocks, [T, D]."""

@@ -61,6 +61,7 @@ def load_block_drafter(
         head = BlockHead(config, layers, width, place)
         rows = config.draft_vocab_size
         place_tables(head, entries, target, where, num_rows=rows, brings_head=False)
+        head.add_heads(target.vocab_size)
         fill(head, opened, weights=weights, seed=seed)
         head.vocab_map = vocab_map(head, entries, target, weights, where)
         shares = share_equal_embedding(head, target)

@@ -59,7 +59,7 @@ def _config(head: BlockHead, recipe: BlockRecipe, target: PreTrainedModel) -> di
     if recipe.format == "z-lab":
         own = {"mask_token_id": shape.mask_token_id, "target_layer_ids": outputs}
         return {**layers, **blocks, "architectures": ["DFlashDraftModel"], "dflash_config": own}
-    heads = {
+    heads: dict[str, Any] = {
         "enable_confidence_head": bool(shape.markov_rank),
         "markov_rank": shape.markov_rank,
         "mask_token_id": shape.mask_token_id,
