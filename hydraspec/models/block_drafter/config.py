@@ -175,7 +175,7 @@ def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> Bloc
     num_target_layers = keys.count(depth) if keys.get(depth) is not None else None
     outputs = _layer_numbers(keys, f"{PART}.target_layer_ids", "target_layer_ids")
     if outputs is None:
-        outputs = _spread_layers(keys.count(depth), keys.count("num_hidden_layers"))
+        outputs = spread_layers(keys.count(depth), keys.count("num_hidden_layers"))
     causal = _flag(keys, f"{PART}.causal", "is_causal")
     layers = _sliding(layers)
     notes: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def _with_heads(config: BlockConfig, keys: ConfigReader) -> BlockConfig:
     )
 
 
-def _spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """Layer outputs that z-lab's code reads where the config names none: spread evenly from the
     second to the last but two."""
     if count == 1:
