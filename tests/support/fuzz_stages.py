@@ -78,6 +78,7 @@ ZOO_PAIRS = (
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),
     Pair("tiny_deepseek", "mtp"),
+    Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
 )
 QUANTISED_PAIRS = (
     Pair("tiny_gemma4_fp8", "gemma4_mtp", "zoo:tiny_gemma4-assistant"),
