@@ -368,7 +368,7 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         target="tiny_qwen3",
         layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
         aux_layer_ids=(2, 9, 15),
-        steps=700,
+        steps=1500,
     ),
     # Tables of its own, blocks of seven that all draft, the plain Markov head.
     "tiny_qwen3-dspark": BlockRecipe(
