@@ -124,6 +124,7 @@ def train_block(
 ) -> BlockHead:
     """Train a head from scratch on the data's device; the target's weights stay fixed."""
     target.requires_grad_(False)
+    torch.manual_seed(recipe.seed)  # anchors are drawn in every step
     kept = kept or keep_states(target, data, recipe.aux_layer_ids)
     head = build(recipe, target.config)
     if recipe.draft_vocab_size is not None:
