@@ -46,7 +46,8 @@ QUANTISED = (
     *("tiny_deepseek_fp8", "tiny_gemma4_fp8", "tiny_gemma4_moe_fp8", "tiny_gemma4_w4a16"),
     *("tiny_mistral_fp8", "tiny_qwen3_fp8"),
 )
-DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
+VLLM_DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
+DRAFTERS = (*VLLM_DRAFTERS, "dflash", "dspark")
 GRAPHS = ("full", "full_and_piecewise", "full_decode_only", "piecewise")
 
 
@@ -110,7 +111,7 @@ PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
     "tests/adapters/test_vllm_mapping.py::test_one_key_changes_one_argument": {"engine": ("vllm",)},
     "tests/adapters/test_vllm_mapping.py::test_the_speculative_configuration": {
         "engine": ("vllm",),
-        "method": DRAFTERS,
+        "method": VLLM_DRAFTERS,
     },
 }
 

@@ -82,6 +82,7 @@ def eager(method: str, k: int, count: int = NUM_REQUESTS) -> Run:
             ("peagle on gemma4", "full_decode_only"),
             ("eagle", "full"),
             ("mtp", "piecewise"),
+            ("dspark on gemma4", "full_and_piecewise"),
         },
     ),
 )
@@ -128,7 +129,9 @@ def test_mixed_steps_run_as_graphs_where_they_are_small(
 
 @pytest.mark.parametrize(
     ("method", "k"),
-    crossed(["gemma4_mtp", "eagle3", "peagle"], [1, 7], {("gemma4_mtp", 7), ("eagle3", 1)}),
+    crossed(
+        ["gemma4_mtp", "eagle3", "peagle", "dspark"], [1, 7], {("gemma4_mtp", 7), ("eagle3", 1)}
+    ),
 )
 def test_one_draft_and_many(method: str, k: int) -> None:
     """K = 1 has no decode pass; K = 7 rows do not divide anything."""

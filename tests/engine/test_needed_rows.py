@@ -233,6 +233,7 @@ def test_drafters_that_read_every_row_get_every_row() -> None:
         ("tiny_deepseek", "mtp"): True,
         ("tiny_qwen3", "eagle3"): False,
         ("tiny_qwen3", "peagle"): False,
+        ("tiny_qwen3", "dflash"): False,
         ("tiny_gemma4_e", "gemma4_mtp"): False,
     }
     found = {}

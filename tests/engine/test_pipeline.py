@@ -37,7 +37,7 @@ QUICK = (
     E_WITH_ASSISTANT,
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_deepseek", "mtp"),
-    Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
+    Pair("tiny_gemma4", "dspark", "zoo:tiny_gemma4-dspark"),
 )
 
 

@@ -79,6 +79,9 @@ ZOO_PAIRS = (
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),
     Pair("tiny_deepseek", "mtp"),
     Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
+    Pair("tiny_qwen3", "dspark", "zoo:tiny_qwen3-dspark"),
+    Pair("tiny_gemma4", "dflash", "zoo:tiny_gemma4-dflash"),
+    Pair("tiny_gemma4", "dspark", "zoo:tiny_gemma4-dspark"),
 )
 QUANTISED_PAIRS = (
     Pair("tiny_gemma4_fp8", "gemma4_mtp", "zoo:tiny_gemma4-assistant"),
@@ -95,6 +98,7 @@ RANDOM_PAIRS = (
     Pair("random eagle3 on qwen3", "eagle3", "drafter"),
     Pair("random peagle on gemma4", "peagle", "drafter"),
     Pair("random dflash on qwen3", "dflash", "drafter"),
+    Pair("random dspark on gemma4", "dspark", "drafter"),
     Pair("random mimo", "mtp"),
     Pair("random deepseek", "mtp"),
 )

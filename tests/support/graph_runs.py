@@ -37,6 +37,9 @@ PAIRS = {
     "eagle": ("tiny_mistral", "tiny_mistral-eagle"),
     "mtp": ("tiny_deepseek", None),
     "dflash": ("tiny_qwen3", "tiny_qwen3-dflash"),
+    "dflash on gemma4": ("tiny_gemma4", "tiny_gemma4-dflash"),
+    "dspark": ("tiny_qwen3", "tiny_qwen3-dspark"),
+    "dspark on gemma4": ("tiny_gemma4", "tiny_gemma4-dspark"),
 }
 
 

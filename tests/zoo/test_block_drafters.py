@@ -22,7 +22,8 @@ from hydraspec.models.detect import DEEPSPEC, SPECULATORS, Z_LAB, detect, open_d
 from hydraspec.types import StepRecord
 from hydraspec.zoo.recipe import block_files, evaluate, modeling
 from hydraspec.zoo.recipe.batches import Sequences
-from hydraspec.zoo.recipe.recipes import BLOCK_DRAFTERS, CHECKPOINTS
+from hydraspec.zoo.recipe.block_recipes import BLOCK_DRAFTERS
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS
 from hydraspec.zoo.recipe.train_block import train_block
 
 LIMIT = 1_200_000  # bytes of a drafter

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hydraspec.zoo.recipe.block_heads import BlockHead, BlockShape
+from hydraspec.zoo.recipe.block_recipes import BlockRecipe
 from hydraspec.zoo.recipe.draft_files import MAX_POSITIONS, SPECULATORS_VERSION
 from hydraspec.zoo.recipe.modeling import write_tensors
-from hydraspec.zoo.recipe.recipes import FULL, SLIDING, BlockRecipe
+from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 from hydraspec.zoo.recipe.train_block import build
 
 

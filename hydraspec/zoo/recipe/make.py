@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from hydraspec.models.checkpoint.twins import TWINS, write_twin
 from hydraspec.zoo.recipe import (
     block_files,
+    block_recipes,
     corpus,
     draft_files,
     evaluate,
@@ -124,8 +125,8 @@ def _drafters(args: argparse.Namespace) -> dict[str, recipes.DraftRecipe]:
     return {n: r for n, r in found.items() if args.drafter in (None, n)}
 
 
-def _block_drafters(args: argparse.Namespace) -> dict[str, recipes.BlockRecipe]:
-    found = {n: r for n, r in recipes.BLOCK_DRAFTERS.items() if r.target == args.name}
+def _block_drafters(args: argparse.Namespace) -> dict[str, block_recipes.BlockRecipe]:
+    found = {n: r for n, r in block_recipes.BLOCK_DRAFTERS.items() if r.target == args.name}
     return {n: r for n, r in found.items() if args.drafter in (None, n)}
 
 
@@ -184,7 +185,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
     parser.add_argument(
-        "--drafter", choices=[*recipes.DRAFTERS, *recipes.BLOCK_DRAFTERS], help="only this one"
+        "--drafter",
+        choices=[*recipes.DRAFTERS, *block_recipes.BLOCK_DRAFTERS],
+        help="only this one",
     )
     parser.add_argument("--twin", choices=TWINS, help="the folder that the command twin writes")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.block_heads import BlockHead, BlockShape
+from hydraspec.zoo.recipe.block_recipes import BlockRecipe
 from hydraspec.zoo.recipe.draft_heads import TargetView
 from hydraspec.zoo.recipe.modeling import initialise, target_logits
-from hydraspec.zoo.recipe.recipes import BlockRecipe
 from hydraspec.zoo.recipe.train_drafter import (
     CHUNK,
     MASK_TOKEN_ID,

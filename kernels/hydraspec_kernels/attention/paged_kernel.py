@@ -109,9 +109,7 @@ def _attention_kernel(
         length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N, MASK
     )
     position = length - rows + row
-    newest = tl.minimum(position, limit - 1)
-    if MASK == "block":
-        newest = tl.full([BLOCK_M], limit - 1, tl.int32)
+    newest = tl.minimum(position if MASK != "block" else tl.maximum(position, limit), limit - 1)
     top = tl.full([BLOCK_M], NO_KEY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
