@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import block_worlds
 import numpy as np
 import pytest
 import torch
+from block_worlds import BlockWorld
 from eagle_worlds import EagleWorld, make_world
 from records import request
 from scenarios import make_engine
@@ -29,7 +31,7 @@ NUM_REQUESTS = 1600
 TEMPERATURE = 0.7
 
 
-def truth(world: EagleWorld, prompt: tuple[int, ...]) -> np.ndarray:
+def truth(world: EagleWorld | BlockWorld, prompt: tuple[int, ...]) -> np.ndarray:
     """[V] how the second token after `prompt` is distributed, from fresh prefills."""
     config = run_config("unused", max_num_batched_tokens=4096, max_num_seqs=1)
     engine = make_engine(config, world.target, NoSpeculator(config))
@@ -42,7 +44,10 @@ def truth(world: EagleWorld, prompt: tuple[int, ...]) -> np.ndarray:
 
 
 def second_tokens(
-    world: EagleWorld, prompt: tuple[int, ...], verification: Verification, broken: bool
+    world: EagleWorld | BlockWorld,
+    prompt: tuple[int, ...],
+    verification: Verification,
+    broken: bool,
 ) -> tuple[np.ndarray, list[int]]:
     """[V] counts of the second token, and how many drafts each verify step accepted."""
     config = run_config(
@@ -101,13 +106,15 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
         ("eagle3 on gemma4", Verification.standard),
         ("eagle3 on gemma4", Verification.block),
         ("peagle on gemma4", Verification.standard),
+        ("dspark on qwen3", Verification.standard),
     ],
 )
 def test_sampled_drafts_of_a_narrow_vocabulary_do_not_bias(
     tmp_path: Path, name: str, verification: Verification
 ) -> None:
     """Catches probabilities under the wrong ids: a map turned by one place fails the same test."""
-    world = make_world(tmp_path, name, num_prompts=3)
+    make = block_worlds.make_world if name in block_worlds.WORLDS else make_world
+    world = make(tmp_path, name, num_prompts=3)
     assert world.plain.ids is not None
     prompt = min(world.continuations, key=len)
     expected = truth(world, prompt) * NUM_REQUESTS
