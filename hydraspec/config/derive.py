@@ -22,7 +22,10 @@ from hydraspec.errors import NoDrafterError
 from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 
 # Drafters' shapes that may ship beside a target's: method -> suffix in <target>-<suffix>.
-BESIDE = {"gemma4_mtp": "assistant", "eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle"}
+BESIDE = {
+    "gemma4_mtp": "assistant",
+    **{name: name for name in ("eagle", "eagle3", "peagle", "dflash", "dspark")},
+}
 FP8 = "_fp8"  # ends the name of a quantised shape, which has the drafters of the float one
 MOST_DRAFTS = 6  # default of the largest K chosen per step; most drafters pay off at 2 to 6
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint

@@ -19,6 +19,7 @@ ASSISTANT = "Gemma 4 assistant"
 TARGET_WITH_MTP = "Hugging Face, with MTP layers"
 Z_LAB = "z-lab"
 DEEPSPEC = "deepseek-ai"
+GEMMA_ARCHITECTURE = "gemma4dsparkmodel"
 
 SPECULATORS_METHODS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
 DEFAULT_K = {  # as in conf/
@@ -152,7 +153,7 @@ def _detect_block(opened: Checkpoint) -> Detected | None:
     size = size if isinstance(size, int) and size > 1 else None
     if names == ["dflashdraftmodel"]:
         return Detected(method="dflash", format=Z_LAB, num_speculative_tokens=size and size - 1)
-    if names == ["qwen3dsparkmodel"]:
+    if names in (["qwen3dsparkmodel"], [GEMMA_ARCHITECTURE]):
         is_plain = not raw.get("markov_rank") and not raw.get("enable_confidence_head")
         method = "dflash" if is_plain else "dspark"
         return Detected(method=method, format=DEEPSPEC, num_speculative_tokens=size)

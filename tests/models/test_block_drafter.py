@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from block_folders import FORMATS, draw_block, draw_dspark, write_block
+from block_gemma4 import draw_gemma_block, write_gemma_block
 from block_rows import check_block, check_in_turn, load
 from eagle_folders import FakeTarget
 
@@ -54,6 +55,19 @@ def test_dspark_equals_the_plain_loop(tmp_path: Path, seed: int) -> None:
     target = FakeTarget(rng, hidden_size=16, vocab_size=40)
     plain = draw_dspark(rng, target, form)
     folder = write_block(tmp_path / "d", plain, target, form)
+    assert resolve("zoo:tiny_mistral", str(folder)).method == "dspark"
+    head = load(folder, "dspark", target)
+    for _ in range(3):
+        check_in_turn(rng, plain, head, target)
+
+
+@pytest.mark.parametrize("seed", range(NUM_HEADS // 3))
+def test_dspark_of_gemma_layers_equals_the_plain_loop(tmp_path: Path, seed: int) -> None:
+    """With and without separate values; the scaled embedding, the soft cap, the layer's scalar."""
+    rng = np.random.default_rng([43, seed])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_gemma_block(rng, target)
+    folder = write_gemma_block(tmp_path / "d", plain, target)
     assert resolve("zoo:tiny_mistral", str(folder)).method == "dspark"
     head = load(folder, "dspark", target)
     for _ in range(3):

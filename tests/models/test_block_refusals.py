@@ -18,7 +18,6 @@ from eagle_folders import FakeTarget
 from safetensors.torch import load_file, save_file
 
 from hydraspec.models.block_drafter.config import spread_layers
-from hydraspec.models.detect import detect, open_draft
 from hydraspec.types import CheckpointError
 
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
@@ -148,7 +147,8 @@ def test_layers_are_spread_where_z_labs_config_names_none(count: int) -> None:
     assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
 
 
-def test_a_gemma_block_of_deepseek_is_not_built(tmp_path: Path) -> None:
-    folder, _ = made(tmp_path / "d", "deepseek-ai", keys(architectures=["Gemma4DSparkModel"]))
-    with pytest.raises(CheckpointError, match="a block drafter, which is not built"):
-        detect(open_draft(str(folder)))
+def test_a_gemma_block_with_experts_is_refused(tmp_path: Path) -> None:
+    edit = keys(architectures=["Gemma4DSparkModel"], enable_moe_block=True)
+    folder, target = made(tmp_path / "d", "deepseek-ai", edit)
+    with pytest.raises(CheckpointError, match="enable_moe_block is True; expected 0 or false"):
+        load(folder, "dflash", target)

@@ -13,6 +13,7 @@ from tiny_targets import run_config
 
 from hydraspec.config.schema import Verification
 from hydraspec.engine.native import NativeEngine
+from hydraspec.models.block_drafter.config import read_block_drafter
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
@@ -40,6 +41,8 @@ RUNS = {
     "eagle3 on gemma4": ("eagle3", "gemma4_31b", "gemma4_31b-eagle3"),
     "eagle3 on qwen3": ("eagle3", "qwen3_8b", "qwen3_8b-eagle3"),
     "peagle on qwen3": ("peagle", "qwen3_8b", "qwen3_8b-peagle"),
+    "dflash on qwen3": ("dflash", "qwen3_8b", "qwen3_8b-dflash"),
+    "dspark on qwen3": ("dspark", "qwen3_8b", "qwen3_8b-dspark"),
     "eagle on mistral": ("eagle", "mistral_7b", "mistral_7b-eagle"),
     "eagle on mistral medium, in fp8": (
         *("eagle", "mistral_medium_3_5", "mistral_medium_3_5-eagle"),
@@ -68,6 +71,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "draft_vocab_size": 40,
     "mask_token_id": 63,
+    "num_target_layers": 6,
     "max_position_embeddings": 256,
 }
 
@@ -110,6 +114,17 @@ def test_the_head_of_31b_is_as_large_as_the_released_file() -> None:
     assert 2 * numbers + 8 * rows + layers.vocab_size == 4_470_642_280 - 1_640
 
 
+@pytest.mark.parametrize(("method", "most"), [("dflash", 15), ("dspark", 7)])
+def test_a_block_drafter_fits_its_target(method: str, most: int) -> None:
+    """z-lab/Qwen3-8B-DFlash-b16, and DeepSpec's settings of the same layers."""
+    head = read_block_drafter(open_draft(f"shape:qwen3_8b-{method}"), method)
+    layers = read_dense_config(head.layers, method)
+    assert (head.method, head.most_drafts) == (method, most)
+    assert head.aux_layer_ids == (2, 10, 18, 26, 34)
+    assert (len(layers.kinds), layers.hidden_size, layers.qk_norm) == (5, 4096, True)
+    assert not head.notes
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_6_layers", "mimo_7b"])
 def test_mtp_layers_are_announced(name: str) -> None:
     config = read_mtp_config(open_draft(f"shape:{name}"))
@@ -126,7 +141,7 @@ def made_small(config: dict[str, Any], layers: int) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, dict) and key != "rope_parameters":
             small[key] = made_small(value, layers)
-        elif key == "eagle_aux_hidden_state_layer_ids":
+        elif key in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
             small[key] = list(range(1, len(value) + 1))
         elif key == "num_hidden_layers":
             small[key] = min(value, layers)

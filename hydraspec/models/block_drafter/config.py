@@ -5,14 +5,22 @@ it. loading.py checks it against the tensors and the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hydraspec_kernels.attention import RowMask
 
 from hydraspec.models.aux_states import ids_of_layer_outputs
 from hydraspec.models.checkpoint.config_reader import ConfigReader
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.detect import DEEPSPEC, SPECULATORS, Detected, check_method, part_of
+from hydraspec.models.detect import (
+    DEEPSPEC,
+    GEMMA_ARCHITECTURE,
+    SPECULATORS,
+    Detected,
+    architectures_of,
+    check_method,
+    part_of,
+)
 from hydraspec.models.kv_groups import FULL, SLIDING
 
 PART = "dflash_config"  # the object in which z-lab's files keep the drafter's own keys
@@ -34,6 +42,7 @@ class BlockConfig:
     method: str  # dflash or dspark
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
+    family: Literal["dense", "gemma4"] = "dense"  # of its layers
     aux_layer_ids: tuple[int, ...]  # states after so many layers of the target; 0: its embedding
     block_size: int  # rows of a block, the newest token's included
     mask_token_id: int
@@ -199,20 +208,35 @@ def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> Bloc
 
 
 def _read_deepspec(keys: ConfigReader, found: Detected, opened: Checkpoint) -> BlockConfig:
-    """deepseek-ai's Qwen3DSparkModel, without a Markov head too (their DFlash): every row predicts
-    the next token, the anchor's included. Layer -1 is the target's embedding."""
+    """deepseek-ai's Qwen3DSparkModel and Gemma4DSparkModel, without a Markov head too (their
+    DFlash): every row predicts the next token, the anchor's included. Layer -1 is the target's
+    embedding."""
     outputs = _layer_numbers(keys, "target_layer_ids", least=-1)
     if outputs is None:
         raise keys.fail("target_layer_ids", "the target's layers that it reads: download it again")
     depth = "num_target_layers"
+    is_gemma = architectures_of(opened.config) == GEMMA_ARCHITECTURE
     return BlockConfig(
         **_common(keys, found),
-        layers=dict(opened.config),
+        layers=_gemma_layers(keys) if is_gemma else dict(opened.config),
+        family="gemma4" if is_gemma else "dense",
+        scales_embedding=is_gemma,
         aux_layer_ids=ids_of_layer_outputs(outputs),
         mask_token_id=_mask_token(keys, "mask_token_id"),
         samples_anchor=True,
         num_target_layers=keys.count(depth) if keys.get(depth) is not None else None,
     )
+
+
+def _gemma_layers(keys: ConfigReader) -> dict[str, Any]:
+    """The config of Gemma 4 layers: their target's, of which all attend to everything. Raises
+    CheckpointError for experts, per-layer inputs and shared KV, which such drafters lack."""
+    for key in ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if keys.get(key):
+            raise keys.fail(key, "0 or false: drafters have plain layers")
+    kinds = [FULL] * keys.count("num_hidden_layers")
+    plain = {"hidden_size_per_layer_input": 0, "layer_types": kinds, "model_type": "gemma4_text"}
+    return {**keys.values, **plain}
 
 
 def _with_heads(config: BlockConfig, keys: ConfigReader) -> BlockConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hydraspec_kernels.attention import GroupShape
@@ -17,14 +18,16 @@ from torch import Tensor
 
 from hydraspec.models.block_drafter.config import BlockConfig
 from hydraspec.models.block_drafter.markov import ConfidenceHead, MarkovHead
-from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_place import whole
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.draft_tables import DraftTables
+from hydraspec.models.gemma4.layer import Gemma4Layer
+from hydraspec.models.gemma4.model import rope_frequencies_by_kind
 from hydraspec.models.kv_groups import (
     DRAFT_GROUPS,
     BlockSize,
+    RopeTable,
     group_layers,
     group_passes,
     writing_passes,
@@ -42,6 +45,13 @@ _STARTS = (  # other spellings of names
     ("encoder.fc.", "fc."),
     ("encoder.output_norm_enc.", "hidden_norm."),
 )
+
+
+# By family: the class of layers, and the rotary frequencies of a shape in a place.
+FAMILIES: dict[str, tuple[Any, Callable[[Any, Place], Any]]] = {
+    "dense": (DenseLayer, lambda shape, place: place.frequencies(shape.rope.theta)),
+    "gemma4": (Gemma4Layer, rope_frequencies_by_kind),
+}
 
 
 def canonical_name(name: str) -> str:
@@ -74,9 +84,8 @@ class BlockHead(DraftTables):
     }
     spec: DraftSpec
 
-    def __init__(
-        self, config: BlockConfig, layers: DenseConfig, target_width: int, place: Place
-    ) -> None:
+    def __init__(self, config: BlockConfig, layers: Any, target_width: int, place: Place) -> None:
+        """Builds empty weights. layers: shape of the layers, as `read_layers` reads it."""
         super().__init__(layers.hidden_size)
         self.config, self.shape, self.place = config, layers, place
         self.softcap = config.softcap
@@ -84,8 +93,9 @@ class BlockHead(DraftTables):
         self.fc = Linear(place, len(config.aux_layer_ids) * target_width, {"fc": size})
         self.hidden_norm = Norm(size, eps, place)
         self.norm = Norm(size, eps, place)
-        self.layers = [DenseLayer(layers, i, place) for i in range(layers.num_layers)]
-        self.theta = place.frequencies(layers.rope.theta)
+        self.layer_type, frequencies = FAMILIES[config.family]
+        self.layers = [self.layer_type(layers, i, place) for i in range(layers.num_layers)]
+        self.theta = frequencies(layers, place)
         self.markov: MarkovHead | None = None
         self.confidence: ConfidenceHead | None = None
         self.mask_embedding: Tensor | None = None
@@ -115,7 +125,7 @@ class BlockHead(DraftTables):
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """KV groups, sliding layers first; also sets the block size that passes read with."""
         self.groups, specs = group_layers(
-            {first_layer + i: kind for i, kind in enumerate(self.shape.kinds)},
+            {first_layer + i: layer.kind for i, layer in enumerate(self.layers)},
             DRAFT_GROUPS,
             block_size,
             self._group_shape,
@@ -123,7 +133,7 @@ class BlockHead(DraftTables):
         return specs
 
     def _group_shape(self, kind: str, block_size: int) -> GroupShape:
-        shape = DenseLayer.group_shape(self.shape, kind, block_size, self.place)
+        shape: GroupShape = self.layer_type.group_shape(self.shape, kind, block_size, self.place)
         return replace(shape, mask=self.config.mask(kind))
 
     def context_features(self, target_step: TargetStep) -> Tensor:
@@ -133,7 +143,7 @@ class BlockHead(DraftTables):
 
     def write_context(self, rows: Rows, features: Tensor, kv_caches: list[Tensor]) -> None:
         """Writes the keys and values of features [T, D] at the rows' positions, in every layer."""
-        tables = DenseLayer.rope_tables(self.shape, self.theta, rows.positions, self.place.dtype)
+        tables = self._rope_tables(rows)
         passes = writing_passes(self.groups, rows, tables)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             layer.attention.write_kv(features, passes[layer.kind], cache)
@@ -142,13 +152,11 @@ class BlockHead(DraftTables):
         """States [T, D] of blocks of rows, for `compute_logits`. The rows' keys and values are
         written too; they hold until context features take their place."""
         h = self._embed(rows)
-        dtype = self.place.dtype
-        tables = DenseLayer.rope_tables(self.shape, self.theta, rows.positions, dtype)
-        passes = group_passes(self.groups, rows, tables, dtype)
+        passes = group_passes(self.groups, rows, self._rope_tables(rows), self.place.dtype)
         norms = [*(layer.input_norm for layer in self.layers), self.norm]
         first = norms[0]
         assert first is not None, "block drafters have an input norm in every layer"
-        y = first.forward(h)
+        y: Tensor = first.forward(h)
         for layer, next_norm, cache in zip(self.layers, norms[1:], kv_caches, strict=True):
             h, y = layer.forward(h, y, passes[layer.kind], cache, next_norm)
         return y
@@ -189,6 +197,12 @@ class BlockHead(DraftTables):
         if self.markov is None or not self.config.confidence_reads_markov:
             return self.confidence.forward(hidden)
         return self.confidence.forward(torch.cat((hidden, self.markov.embed(previous)), -1))
+
+    def _rope_tables(self, rows: Rows) -> dict[str, RopeTable]:
+        tables: dict[str, RopeTable] = self.layer_type.rope_tables(
+            self.shape, self.theta, rows.positions, self.place.dtype
+        )
+        return tables
 
     def _embed(self, rows: Rows) -> Tensor:
         """What enters for the rows of equally long blocks, [T, D]."""

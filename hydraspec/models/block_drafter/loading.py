@@ -5,6 +5,7 @@ config against the tensors and the target.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from hydraspec.models.block_drafter.config import (
 )
 from hydraspec.models.block_drafter.head import BlockHead, canonical_name
 from hydraspec.models.checkpoint.reader import Checkpoint
-from hydraspec.models.dense.config import DenseConfig, read_dense_config
-from hydraspec.models.detect import open_draft
+from hydraspec.models.dense.config import read_dense_config
+from hydraspec.models.detect import Z_LAB, open_draft
 from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.draft_tables import (
@@ -30,7 +31,16 @@ from hydraspec.models.draft_tables import (
     suppressed,
     vocab_map,
 )
+from hydraspec.models.gemma4.config import read_gemma4_config
+from hydraspec.models.gemma4.model import rounded
+from hydraspec.models.parts import DecoderConfig
 from hydraspec.models.weights import fill
+
+# By family of layers: the shape in a Hugging Face config.
+READERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
+    "dense": read_dense_config,
+    "gemma4": read_gemma4_config,
+}
 
 
 def load_block_drafter(
@@ -44,7 +54,7 @@ def load_block_drafter(
     opened = open_draft(checkpoint)
     where = str(opened.folder)
     config = read_block_drafter(opened, method)
-    layers = read_dense_config(config.layers, where)
+    layers = READERS[config.family](config.layers, where)
     entries: Entries = {}
     if weights == "checkpoint":
         entries = {canonical_name(name): entry for name, entry in opened.entries().items()}
@@ -59,14 +69,16 @@ def load_block_drafter(
     )
     with torch.no_grad():
         head = BlockHead(config, layers, width, place)
-        rows = config.draft_vocab_size
-        place_tables(head, entries, target, where, num_rows=rows, brings_head=False)
+        rows, brings_head = config.draft_vocab_size, config.format != Z_LAB
+        place_tables(head, entries, target, where, num_rows=rows, brings_head=brings_head)
         head.add_heads(target.vocab_size)
         fill(head, opened, weights=weights, seed=seed)
         head.vocab_map = vocab_map(head, entries, target, weights, where)
         shares = share_equal_embedding(head, target)
-        if config.scales_embedding and head.embedding is target.table:
-            head.embed_scale = getattr(target, "embed_scale", None)
+        if config.scales_embedding:
+            head.embed_scale = _embed_scale(head, target)
+        for layer in head.layers:
+            layer.finish()
         if weights == "checkpoint":
             _read_mask_embedding(head, opened)
         head.spec = _spec(head, target, shares)
@@ -74,8 +86,16 @@ def load_block_drafter(
     return head
 
 
+def _embed_scale(head: BlockHead, target: TargetModel) -> float | None:
+    """Factor of the embedding: the target's where its table is used, and that of Gemma's layers
+    for a table of the head's own."""
+    if head.config.family == "gemma4":
+        return rounded(head.hidden_size**0.5, head.place.dtype)
+    return getattr(target, "embed_scale", None) if head.embedding is target.table else None
+
+
 def _check_target(
-    config: BlockConfig, layers: DenseConfig, target: TargetModel, where: str
+    config: BlockConfig, layers: DecoderConfig, target: TargetModel, where: str
 ) -> None:
     pairs = (
         ("target_hidden_size", config.target_hidden_size, "hidden size", target.hidden_size),
@@ -163,7 +183,7 @@ def _spec(head: BlockHead, target: TargetModel, shares_embedding: bool) -> Draft
         target_hidden_width=target.hidden_size,
         has_vocab_map=head.vocab_map is not None,
         mask_token_id=config.mask_token_id,
-        num_layers=layers.num_layers,
+        num_layers=len(head.layers),
         format=config.format,
         notes=tuple(notes),
         verifier=config.verifier,
