@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 from block_worlds import WORLDS, make_world
+from grids import slow_unless
 from plain_loops import MAX_K, run_scenarios
 from scenarios import Outcome
 from torch import Tensor
 
 from hydraspec.types import Rows, TargetStep
 
+QUICK = ("dflash on qwen3", "dspark on gemma4")
 
-@pytest.mark.parametrize("name", WORLDS)
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ((n,) for n in WORLDS)))
 def test_drafts_and_acceptance_equal_the_definition(name: str, tmp_path: Path) -> None:
     """Catches a wrong row, a stale key, a block that the next step's context does not replace."""
     outcome = run_scenarios(make_world(tmp_path, name, num_prompts=4), 10, 1, Outcome())
@@ -89,7 +92,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plant"), MISTAKES)
+@pytest.mark.parametrize(
+    ("name", "plant"), slow_unless(lambda name, plant: plant is causal_blocks, MISTAKES)
+)
 def test_planted_mistakes_are_caught(
     name: str, plant: Callable[[Any], None], tmp_path: Path
 ) -> None:

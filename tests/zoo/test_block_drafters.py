@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import slow_unless
 from records import request
 from safetensors.torch import load_file
 from tiny_targets import run_config
@@ -29,6 +30,7 @@ from hydraspec.zoo.recipe.train_block import train_block
 LIMIT = 1_200_000  # bytes of a drafter
 FORMATS = {"z-lab": Z_LAB, "speculators": SPECULATORS, "deepseek-ai": DEEPSPEC}
 NUM_PROMPTS, K = 3, 7
+QUICK = ("tiny_qwen3-dspark",)
 
 
 @cache
@@ -55,7 +57,9 @@ def test_saving_what_was_loaded_gives_the_same_bytes(name: str, tmp_path: Any) -
         assert (tmp_path / file).read_bytes() == (CHECKPOINTS / name / file).read_bytes()
 
 
-@pytest.mark.parametrize("name", BLOCK_DRAFTERS)
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda name: name in QUICK, ((n,) for n in BLOCK_DRAFTERS))
+)
 def test_the_engine_drafts_what_the_definition_does(name: str) -> None:
     """Batched, with chunked prefills, in float32: every draft and every accepted count."""
     recipe = BLOCK_DRAFTERS[name]
