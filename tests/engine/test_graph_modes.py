@@ -98,7 +98,7 @@ def test_every_mode_gives_the_tokens_of_eager_steps(
     assert_same(run, eager(method, 3))
     assert counts["decode"] > 10
     assert counts["split"] > 3, "no decodes ran beside a prefill"
-    assert counts["eager"] > 3
+    assert counts["eager"] > 2
     assert counts["mixed"] == 0 or mode != "full_decode_only"
     assert min(run.batch_sizes) == 1 < max(run.batch_sizes)
     if method != "none":
