@@ -139,15 +139,18 @@ def _result(patient: Patient, requests: Sequence[Request], *, quiet: bool) -> Js
     """The content of doctor.json. If examining another package's drafter raises an error, its
     content is what can be told without changing the head (other_heads).
     """
-    try:
-        return as_json(_examined(patient, requests, console.progress(quiet=quiet)))
-    except UserError:
-        raise
-    except Exception as error:
-        name = patient.config.method.name
-        if name in SPECULATORS:
+    method = patient.config.method
+    reason = f"method={method.name} has no weights"
+    if method.needs_checkpoint:
+        try:
+            return as_json(_examined(patient, requests, console.progress(quiet=quiet)))
+        except UserError:
             raise
-        reason = f"method={name} lacks what that needs ({type(error).__name__}: {error})"
+        except Exception as error:
+            if method.name in SPECULATORS:
+                raise
+            lack = f"{type(error).__name__}: {error}"
+            reason = f"method={method.name} lacks what that needs ({lack})"
     found = other_heads.as_json(patient, requests, reason)
     share = _draft_share(patient, requests)
     return {"schema_version": SCHEMA_VERSION, **found, "draft_share_of_step": share}
