@@ -17,14 +17,19 @@ AUTHORS = "EAGLE"
 CONSOLIDATED = "Mistral consolidated"
 ASSISTANT = "Gemma 4 assistant"
 TARGET_WITH_MTP = "Hugging Face, with MTP layers"
+Z_LAB = "z-lab"
+DEEPSPEC = "deepseek-ai"
 
-SPECULATORS_METHODS = ("eagle", "eagle3", "peagle", "mtp")
-DEFAULT_K = {"eagle": 3, "eagle3": 3, "peagle": 3, "gemma4_mtp": 3, "mtp": 1}  # as in conf/
+SPECULATORS_METHODS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
+DEFAULT_K = {  # as in conf/
+    **{"eagle": 3, "eagle3": 3, "peagle": 3, "gemma4_mtp": 3, "mtp": 1},
+    **{"dflash": 3, "dspark": 3},
+}
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 KNOWN = (
-    "a speculators folder (eagle, eagle3, peagle, mtp), EAGLE-1 or EAGLE-3 as published by its "
-    "authors, a Mistral consolidated EAGLE folder (params.json), a Gemma 4 assistant, or a model "
-    "with MTP layers"
+    "a speculators folder (eagle, eagle3, peagle, mtp, dflash, dspark), EAGLE-1 or EAGLE-3 as "
+    "published by its authors, a Mistral consolidated EAGLE folder (params.json), DFlash of z-lab, "
+    "DFlash or DSpark of deepseek-ai, a Gemma 4 assistant, or a model with MTP layers"
 )
 
 
@@ -32,7 +37,7 @@ KNOWN = (
 class Detected:
     """The drafter that a checkpoint folder holds."""
 
-    method: str  # eagle, eagle3, peagle, mtp or gemma4_mtp
+    method: str  # eagle, eagle3, peagle, mtp, gemma4_mtp, dflash or dspark
     format: str
     num_speculative_tokens: int | None = None  # K proposed by the checkpoint
     verifier: str | None = None  # the target it was trained for, if its config names one
@@ -59,7 +64,9 @@ def detect(opened: Checkpoint) -> Detected | None:
         return _detect_speculators(raw, str(opened.folder))
     if str(raw.get("model_type", "")).endswith("_assistant"):
         return Detected(method="gemma4_mtp", format=ASSISTANT)
-    _refuse_unbuilt(opened)
+    block = _detect_block(opened)
+    if block is not None:
+        return block
     if "eagle" in architectures_of(raw):  # such heads keep their target's other keys
         return _detect_eagle(opened)
     if raw.get("num_nextn_predict_layers"):
@@ -128,17 +135,32 @@ def architectures_of(raw: Mapping[str, Any]) -> str:
     return " ".join(str(name) for name in ([names] if isinstance(names, str) else names)).lower()
 
 
-def _refuse_unbuilt(opened: Checkpoint) -> None:
-    """Refuse drafters of DFlash and DSpark, whose tensor names could be taken for EAGLE's."""
+def _detect_block(opened: Checkpoint) -> Detected | None:
+    """A block drafter of z-lab or deepseek-ai, whose tensor names could be taken for EAGLE's; None
+    if it is neither. deepseek-ai's DFlash is its DSpark without Markov and confidence heads.
+
+    Raises CheckpointError for block drafters that are not built.
+    """
     raw = opened.config
     marks = f"{architectures_of(raw)} {raw.get('model_type')}".lower()
-    for name in ("DFlash", "DSpark"):
-        if name.lower() in marks:
-            raise CheckpointError(
-                f"config.json of {str(opened.folder)!r}: architectures is "
-                f"{raw.get('architectures')!r}, model_type {raw.get('model_type')!r}: a {name} "
-                f"drafter, which is not built; expected {KNOWN}: choose another drafter"
-            )
+    if "dflash" not in marks and "dspark" not in marks:
+        return None
+    names = architectures_of(raw).split()
+    size = raw.get("block_size") or part_of(raw, "dflash_config", str(opened.folder)).get(
+        "block_size"
+    )
+    size = size if isinstance(size, int) and size > 1 else None
+    if names == ["dflashdraftmodel"]:
+        return Detected(method="dflash", format=Z_LAB, num_speculative_tokens=size and size - 1)
+    if names == ["qwen3dsparkmodel"]:
+        is_plain = not raw.get("markov_rank") and not raw.get("enable_confidence_head")
+        method = "dflash" if is_plain else "dspark"
+        return Detected(method=method, format=DEEPSPEC, num_speculative_tokens=size)
+    raise CheckpointError(
+        f"config.json of {str(opened.folder)!r}: architectures is {raw.get('architectures')!r}, "
+        f"model_type {raw.get('model_type')!r}: a block drafter, which is not built; expected "
+        f"{KNOWN}: choose another drafter"
+    )
 
 
 def _detect_consolidated(opened: Checkpoint) -> Detected | None:

@@ -43,6 +43,8 @@ class DraftSpec:
     kv_sources: tuple[tuple[str, int], ...] = ()  # (KV group, target layer) it reads
     verifier: str | None = None  # the target it was trained for, if the checkpoint names one
     quantization: Mapping[str, str] | None = None  # of its matrices by kind; None: all are float
+    block_size: int | None = None  # block drafters: rows of a block, the newest token's included
+    samples_anchor: bool = False  # block drafters: a row predicts the token after its own position
 
     def __str__(self) -> str:
         """The fields that differ from their defaults."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-from hydraspec_kernels.attention import AttentionPlan, GroupShape, plan_attention
+from hydraspec_kernels.attention import AttentionPlan, GroupShape, TiledPlan, plan_attention
 from torch import Tensor
 
 from hydraspec.types import KVGroupSpec, Rows
@@ -98,4 +98,18 @@ def group_passes(
         )
         cos, sin, scale = tables[kind]
         passes[kind] = GroupPass(cos, sin, plan, rows.slot_mapping[g], rows.has_padding, scale)
+    return passes
+
+
+def writing_passes(
+    shapes: Mapping[str, GroupShape], rows: Rows, tables: Mapping[str, RopeTable]
+) -> dict[str, GroupPass]:
+    """The shared inputs of every kind of layers where rows write keys and values, and attend to
+    nothing."""
+    assert shapes, "call kv_groups before writing"
+    passes = {}
+    for g, (kind, shape) in enumerate(shapes.items()):
+        cos, sin, scale = tables[kind]
+        nothing = TiledPlan(shape, 0, [])
+        passes[kind] = GroupPass(cos, sin, nothing, rows.slot_mapping[g], rows.has_padding, scale)
     return passes

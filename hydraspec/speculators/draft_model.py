@@ -132,11 +132,18 @@ class DraftModelSpeculator(BaseSpeculator):
         """
         if not self.is_probabilistic or batch.all_greedy:
             return self.head.greedy_tokens(hidden), None
+        return self.draw_draft(self.head.compute_logits(hidden), batch, state, seq_lens, index)
+
+    def draw_draft(
+        self, logits: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draft tokens [B] drawn from logits [B, V_draft], and their probabilities; see
+        `sample_draft`."""
         # Drafts have the temperature, but no truncation: a truncated draft could not propose every
         # token that the target may accept.
         seed = state.seed.index_select(0, batch.slots)
         tokens, probs = sample_with_probs(
-            self.head.compute_logits(hidden),
+            logits,
             state.temperature.index_select(0, batch.slots),
             DrawKey(seed, seq_lens + (1 + index), Purpose.DRAFT, index),
             any_greedy=batch.flags.any_greedy,

@@ -1,8 +1,9 @@
-"""Drafters that propose all K tokens in one pass, through mask rows after the newest row."""
+"""Drafters that propose all K tokens in one pass."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,44 @@ from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.types import Batch, Draft, RequestState, Rows, RowSegment, TargetStep, Verdict
 
 
+class ParallelSpeculator(DraftModelSpeculator):
+    """Drafts by a single pass, whose drafts do not see each other."""
+
+    owns_kv_cache: ClassVar[bool] = True
+
+    @abstractmethod
+    def draft_states(
+        self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
+    ) -> Tensor | None:
+        """Runs the pass, which keeps the drafter's cache current in every step. Returns the states
+        [B, K, H] that the drafts come from; None where no request needs drafts."""
+
+    def propose(
+        self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
+    ) -> Draft | None:
+        states = self.draft_states(target_step, verdict, batch, state)
+        if states is None:
+            return None
+        seq_lens = state.num_computed.index_select(0, batch.slots)
+        return together(
+            self.sample_draft(hidden, batch, state, seq_lens, index)
+            for index, hidden in enumerate(states.unbind(1))
+        )
+
+    def needs_drafts(self, target_step: TargetStep, batch: Batch) -> bool:
+        """Returns whether any request needs drafts after this step."""
+        return self.draft_length(batch) > 0 and target_step.logits.shape[0] > 0
+
+
+def together(drafts: Iterable[tuple[Tensor, Tensor | None]]) -> Draft:
+    """Drafts of positions in order, tokens [B] and probabilities [B, V_draft] or None, as one."""
+    tokens, probs = zip(*drafts, strict=True)
+    drawn_from = [each for each in probs if each is not None]
+    return Draft(
+        tokens=torch.stack(tokens, 1), probs=torch.stack(drawn_from, 1) if drawn_from else None
+    )
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MaskRow:
     """The token and the hidden state that every mask row reads."""
@@ -22,42 +61,32 @@ class MaskRow:
     hidden: Tensor  # [H]
 
 
-class ParallelSpeculator(DraftModelSpeculator):
-    """Drafts by a single pass over the step's rows and K-1 mask rows a request; each of the last K
+class MaskRowSpeculator(ParallelSpeculator):
+    """Drafts by a pass over the step's rows and K-1 mask rows a request; each of the last K
     yields a draft. With K=0 it is a pass over the step's rows alone.
 
-    The drafts do not see each other. A mask row writes KV to the cache row of its position; the
-    next step's rows cover these positions again before any of them is seen.
+    A mask row writes KV to the cache row of its position; the next step's rows cover these
+    positions again before any of them is seen.
     """
-
-    owns_kv_cache: ClassVar[bool] = True
 
     @abstractmethod
     def mask_row(self) -> MaskRow:
         """The inputs of mask rows."""
 
-    def propose(
+    def draft_states(
         self, target_step: TargetStep, verdict: Verdict, batch: Batch, state: RequestState
-    ) -> Draft | None:
+    ) -> Tensor | None:
         rows, laid = self.lay_out(verdict, batch, state)
         hidden = self.head.combine_target_hidden(target_step).index_select(0, laid.source)
         hidden = torch.where(laid.is_valid.unsqueeze(1), hidden, self.mask_row().hidden)
         states, _ = self.head.forward(rows, hidden, self.draft_caches, step=0)
-        k = self.draft_length(batch)
-        if k == 0 or target_step.logits.shape[0] == 0:  # no request needs drafts
+        if not self.needs_drafts(target_step, batch):
             return None
         # [B, K]: the newest row, then the masks. They predict positions p + 2, p + 3, ...
+        k = self.draft_length(batch)
         places = laid.newest.unsqueeze(1) + torch.arange(k, device=laid.newest.device)
-        seq_lens = state.num_computed.index_select(0, batch.slots)
-        drafts, probs = [], []
-        for index, column in enumerate(places.unbind(1)):
-            tokens, drawn_from = self.sample_draft(
-                states.index_select(0, column), batch, state, seq_lens, index
-            )
-            drafts.append(tokens)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-        return Draft(tokens=torch.stack(drafts, 1), probs=torch.stack(probs, 1) if probs else None)
+        found: Tensor = states.index_select(0, places.view(-1))
+        return found.view(*places.shape, -1)
 
     def lay_out(
         self, verdict: Verdict, batch: Batch, state: RequestState

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hydraspec.speculators.eagle import EagleDrafter
-from hydraspec.speculators.parallel import MaskRow, ParallelSpeculator
+from hydraspec.speculators.parallel import MaskRow, MaskRowSpeculator
 
 
-class PEagleSpeculator(EagleDrafter, ParallelSpeculator):
+class PEagleSpeculator(EagleDrafter, MaskRowSpeculator):
     """Drafter of `method=peagle`: mask rows read the mask token and the projected mask state."""
 
     def mask_row(self) -> MaskRow:

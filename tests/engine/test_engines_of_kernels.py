@@ -26,6 +26,7 @@ OF_RANKS = (
     QUICK,
     Pair("random eagle3 on qwen3", "eagle3", "drafter"),
     Pair("random peagle on gemma4", "peagle", "drafter"),
+    Pair("random dflash on qwen3", "dflash", "drafter"),
     Pair("random mimo", "mtp"),
 )
 # An overflow is an infinity on devices, and a warning of the interpreter's numpy.

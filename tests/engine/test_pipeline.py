@@ -37,6 +37,7 @@ QUICK = (
     E_WITH_ASSISTANT,
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_deepseek", "mtp"),
+    Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
 )
 
 

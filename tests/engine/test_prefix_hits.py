@@ -28,6 +28,7 @@ QUICK = (
     Pair("random eagle3 on qwen3", "eagle3", "drafter"),
     Pair("random peagle on gemma4", "peagle", "drafter"),
     Pair("random deepseek", "mtp"),
+    Pair("random dflash on qwen3", "dflash", "drafter"),
 )
 BLOCK = 4
 ROOM = 64  # sizes the cache: nothing is evicted

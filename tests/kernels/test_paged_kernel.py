@@ -22,12 +22,13 @@ from hydraspec_kernels.attention import (
     paged_kernel as kernel,
 )
 from hydraspec_kernels.attention import plan as plans
-from hydraspec_kernels.attention.plan import device_plan
+from hydraspec_kernels.attention.plan import RowMask, device_plan
 from hydraspec_kernels.attention.reference import (
     latent_attention_reference,
     paged_attention_reference,
     planned_attention_reference,
     prefill_attention_reference,
+    seen_keys,
 )
 from torch import Tensor
 
@@ -79,6 +80,14 @@ CASES = {
     **{name: Case(**vars(requests)) for name, requests in ATTENTION_CASES.items()},
     "prefill of everything": Case((7,), (7,)),
     "group of eight": Case((2, 3), (6, 51), heads=8, kv_heads=1),
+    "block": Case((4, 6, 1), (12, 70, 9), mask="block"),
+    "block, all of it new": Case((7,), (7,), mask="block"),
+    "block, several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1, mask="block"),
+    "block with a window": Case((4, 4), (66, 6), window=21, mask="block"),
+    "block longer than its window": Case((9, 9), (12, 40), window=3, mask="block"),
+    "block beside padding": Case((4, 4, 4), (12, 0, 40), window=5, mask="block", tail=3),
+    "causal block": Case((4, 6), (12, 70), window=21, mask="causal_block"),
+    "causal block, window of one": Case((5,), (30,), window=1, mask="causal_block"),
     "latent": Case((1, 3), (5, 40), heads=3, kv_heads=1, head_dim=10, latent_dim=6, scale=0.7),
     "latent, several tiles": Case((7,), (40,), heads=5, kv_heads=1, head_dim=20, latent_dim=16),
 }
@@ -214,6 +223,24 @@ def test_long_prefills_are_cut_into_tiles(
     plan, _ = on_cpu(Case((1, 23, 23), (9, 23, 40), window=window), torch.float64)
     assert len(plan.tiles) > 4
     assert max(tile.mask.numel() for tile in plan.tiles) <= 1200  # rows are not cut below one
+
+
+@pytest.mark.parametrize("mask", ["causal", "block", "causal_block"])
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_masks_by_their_words(mask: RowMask, window: int | None, rows: int) -> None:
+    """A row sees its own block as the mask says, and a context that begins `window` keys before
+    the block (causal: before the key after the row's own position)."""
+    length = 9
+    first = length - rows
+    for p in range(first, length):
+        seen = {j for j in range(length) if j <= p or mask == "block"}
+        if window is not None:
+            oldest = p - window + 1 if mask == "causal" else first - window
+            seen = {j for j in seen if j >= oldest}
+        keys = torch.arange(length)
+        found = seen_keys(keys, torch.tensor(p), length, rows, window, mask)
+        assert set(keys[found].tolist()) == seen
 
 
 def test_a_window_is_all_that_is_gathered() -> None:

@@ -24,8 +24,8 @@ from eagle_rows import load as load_head
 from gemma4_oracle import load, load_zoo, make_target, text_config
 from graph_runs import PAIRS, graph_config, make_graph_engine, run_requests, zoo_requests
 
+from hydraspec.models import draft_tables
 from hydraspec.models.checkpoint.reader import resolve_folder
-from hydraspec.models.eagle import loading as eagle_loading
 from hydraspec.speculators.registry import build_speculator
 
 
@@ -87,7 +87,7 @@ def test_an_embedding_is_compared_in_pieces(
         return true_equal(a, b)
 
     with monkeypatch.context() as patch:
-        patch.setattr(eagle_loading, "COMPARED_ROWS", 7)
+        patch.setattr(draft_tables, "COMPARED_ROWS", 7)
         patch.setattr(torch, "equal", equal)
         head = load_head(write_speculators(tmp_path / "d", plain), "eagle3", target)
     assert (head.embedding is target.table) == (place is None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from hydraspec_kernels.attention import GroupShape, Projection, QkvShape
-from hydraspec_kernels.attention.plan import DevicePlan, device_plan
+from hydraspec_kernels.attention.plan import DevicePlan, RowMask, device_plan
 from hydraspec_kernels.rope import mirrored, rope_frequencies
 from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor
@@ -52,6 +52,7 @@ class Requests:
     kv_heads: int = 2
     head_dim: int = 16
     scale: float = 1.0
+    mask: RowMask = "causal"
     tail: int = 0  # rows after the last request
     strided: bool = False  # inputs are part of wider rows
     dtype: torch.dtype = torch.float32
@@ -67,6 +68,7 @@ class Requests:
             window=self.window,
             scale=self.scale,
             latent_dim=latent_dim,
+            mask=self.mask,
         )
 
 
@@ -131,7 +133,7 @@ def poisoned_cache(
     for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
         first = 0
         if case.window is not None:  # what no row can see was freed
-            first = max(0, length - rows - case.window + 1)
+            first = max(0, length - rows - case.window + (case.mask == "causal"))
         j = torch.arange(first, length, device=device)
         at = table[request, j // case.block_size] * case.block_size + j % case.block_size
         filled = at if has_own_rows else at[: len(at) - rows]

@@ -24,6 +24,9 @@ class Choices:
     max_num_batched_tokens: tuple[int, ...]
 
 
+BLOCK_DRAFTS = 7  # K that the blocks of the zoo's drafters have rows for
+
+
 ON_CPU = Choices(
     pairs=PAIRS,
     dtypes=(Dtype.float64, Dtype.float64, Dtype.float64, Dtype.float32),
@@ -120,6 +123,7 @@ def _draw_case(
     dtype = dtype or choices.dtypes[int(rng.integers(len(choices.dtypes)))]
     found = stage(pair.stage, dtype)
     k = 0 if pair.method == "none" else int(rng.choice(choices.num_drafts))
+    k = min(k, BLOCK_DRAFTS) if pair.method in ("dflash", "dspark") else k
     sampled = bool(rng.random() < 0.45)
     max_num_seqs = int(rng.choice(choices.max_num_seqs))
     requests = _draw_requests(found, rng, sampled)

@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import block_worlds
 import eagle_worlds
 import numpy as np
 import torch
@@ -77,6 +78,7 @@ ZOO_PAIRS = (
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),
     Pair("tiny_deepseek", "mtp"),
+    Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
 )
 QUANTISED_PAIRS = (
     Pair("tiny_gemma4_fp8", "gemma4_mtp", "zoo:tiny_gemma4-assistant"),
@@ -92,6 +94,7 @@ RANDOM_PAIRS = (
     Pair("random eagle on llama", "eagle", "drafter"),
     Pair("random eagle3 on qwen3", "eagle3", "drafter"),
     Pair("random peagle on gemma4", "peagle", "drafter"),
+    Pair("random dflash on qwen3", "dflash", "drafter"),
     Pair("random mimo", "mtp"),
     Pair("random deepseek", "mtp"),
 )
@@ -195,6 +198,8 @@ def _folder(name: str) -> Path:
         write_folder(folder / "assistant", assistant_config(config))
     elif flavour in MTP_KINDS:
         agreeable(flavour, folder / "target", num_mtp=1, weight=1.0, seed=3)
+    elif flavour in block_worlds.WORLDS:
+        block_worlds.make_world(folder, flavour, num_prompts=5)
     else:
         eagle_worlds.make_world(folder, flavour, num_prompts=5)
     return folder

@@ -36,6 +36,7 @@ PAIRS = {
     "peagle on gemma4": ("tiny_gemma4", "tiny_gemma4-peagle"),
     "eagle": ("tiny_mistral", "tiny_mistral-eagle"),
     "mtp": ("tiny_deepseek", None),
+    "dflash": ("tiny_qwen3", "tiny_qwen3-dflash"),
 }
 
 

@@ -33,6 +33,7 @@ class DraftedWorld(World, ABC):
     """A world with a head, and what its definition drafts."""
 
     drafter: str | None = None
+    num_drafts: int = MAX_K  # K of the scenario that runs, on which a block's drafts depend
     draft_counts: ClassVar[list[int]] = list(range(1, MAX_K + 1))  # K in turn
 
     @property
@@ -60,6 +61,7 @@ def run(world: DraftedWorld, scenario: Scenario, outcome: Outcome, plant: Plant 
     method = scenario.config.method
     method.name, method.checkpoint = world.method, world.drafter
     method.weights = Weights.checkpoint
+    world.num_drafts = method.most_drafts
     if scenario.config.target.max_model_len is None:  # no longer than needed: pools become tight
         scenario.config.target.max_model_len = max(
             len(request.prompt_token_ids or ()) + request.sampling.max_tokens

@@ -1,5 +1,5 @@
-"""The doctor.json of a drafter from another package whose head cannot be changed part by part. It
-has the acceptance length of a run; the fields that need changes of the head are null or empty.
+"""The doctor.json of a drafter whose head cannot be changed part by part: one of another package, or
+a block drafter. It has the acceptance length of a run; the fields that need changes of the head are null or empty.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def as_json(patient: Patient, requests: Sequence[Request], reason: str) -> Json:
         "acceptance": length,
         "best_acceptance": None,
         "causes": [],
-        "drafter_in_words": [] if spec is None else [f"Its package says: {spec}."],
+        "drafter_in_words": [] if spec is None else [f"Its conventions: {spec}."],
         "draft_spec": None if spec is None else asdict(spec),
         "tensors": None,
         "prompts": [],

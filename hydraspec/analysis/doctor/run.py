@@ -36,7 +36,7 @@ from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.signals import interrupts_stay_interrupts
 from hydraspec.speculators.registry import SPECULATORS
 from hydraspec.speculators.teacher_forcing.texts import Texts
-from hydraspec.speculators.teacher_forcing.trial import Trial
+from hydraspec.speculators.teacher_forcing.trial import Trial, can_be_forced
 from hydraspec.types import Request, StepRecord, WorkloadError
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
@@ -136,21 +136,25 @@ def check(config: RunConfig) -> None:
 
 
 def _result(patient: Patient, requests: Sequence[Request], *, quiet: bool) -> Json:
-    """The content of doctor.json. If examining another package's drafter raises an error, its
-    content is what can be told without changing the head (other_heads).
+    """The content of doctor.json. If a head is none that drafts can be teacher-forced with, or
+    examining another package's drafter raises an error, its content is what can be told without
+    changing the head (other_heads).
     """
     method = patient.config.method
-    reason = f"method={method.name} has no weights"
-    if method.needs_checkpoint:
+    name, is_ours = method.name, method.name in SPECULATORS
+    if not method.needs_checkpoint:
+        reason = f"method={name} has no weights"
+    elif is_ours and not can_be_forced(patient.speculator):
+        reason = f"heads of method={name} do not draft from given tokens and states"
+    else:
         try:
             return as_json(_examined(patient, requests, console.progress(quiet=quiet)))
         except UserError:
             raise
         except Exception as error:
-            if method.name in SPECULATORS:
+            if is_ours:
                 raise
-            lack = f"{type(error).__name__}: {error}"
-            reason = f"method={method.name} lacks what that needs ({lack})"
+            reason = f"method={name} lacks what that needs ({type(error).__name__}: {error})"
     found = other_heads.as_json(patient, requests, reason)
     share = _draft_share(patient, requests)
     return {"schema_version": SCHEMA_VERSION, **found, "draft_share_of_step": share}

@@ -18,6 +18,7 @@ from torch import Tensor
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.draft_tables import DraftTables
 from hydraspec.models.eagle.config import EagleConfig
 from hydraspec.models.kv_groups import (
     DRAFT_GROUPS,
@@ -27,10 +28,9 @@ from hydraspec.models.kv_groups import (
     group_passes,
 )
 from hydraspec.models.layers import Norm
-from hydraspec.models.linear import Linear, Table
-from hydraspec.models.parts import Tensors, Weights
+from hydraspec.models.linear import Linear
+from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
-from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
 _IGNORED = re.compile(r"^(d2t|t2d|verifier_.*|.*rotary_emb\..*|.*kv_fake_quantizer.*)$")
@@ -101,14 +101,9 @@ class Combine(Weights):
         return self.fc.forward(x)
 
 
-class EagleHead(Weights):
+class EagleHead(DraftTables):
     """Draft head of EAGLE-1, EAGLE-3 or P-EAGLE; implements OwnCacheHead. `load_eagle` builds it
     empty, then fills and finishes it.
-
-    Attributes:
-        embedding: table of the target's vocabulary, unscaled; the checkpoint's or the target's.
-        head: output projection of the draft's vocabulary; the checkpoint's or the target's.
-        own: weights of these two tables as far as they are the checkpoint's.
     """
 
     names: Mapping[str, str] = {
@@ -119,13 +114,13 @@ class EagleHead(Weights):
         "stack": "layers.",
     }
     spec: DraftSpec
-    embedding: Table
-    head: Table
 
     def __init__(
         self, config: EagleConfig, layers: DenseConfig, num_aux: int, width: int, place: Place
     ) -> None:
+        super().__init__(layers.hidden_size)
         self.config, self.shape, self.place = config, layers, place
+        self.logit_scale = config.logit_scale
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.combine: Combine | None = None
         self.fc: Linear | None = None
@@ -143,26 +138,14 @@ class EagleHead(Weights):
             self.layers = [DenseLayer(layers, i, place) for i in range(1, layers.num_layers)]
         self.norm = Norm(size, eps, place) if config.final_norm else None
         self.theta = place.frequencies(layers.rope.theta)
-        self.own: Tensors = {}
         self.mask_state: Tensor | None = None  # [1, 1, A * D_target], as in the checkpoint
         self.mask_hidden: Tensor | None = None  # [D], projected
-        self.vocab_map: Tensor | None = None  # [V_draft] ids of the target; None: the same
-        self.banned: Tensor | None = None  # columns of draft ids that the target never samples
         self.groups: dict[str, GroupShape] = {}
 
     @property
     def stack(self) -> list[DenseLayer]:
         """All decoder layers."""
         return self.layers if self.first is None else [self.first, *self.layers]
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The draft's vocabulary, as ranks divide it."""
-        return self.head.vocabulary
-
-    def tensors(self) -> Tensors:
-        """Every weight the checkpoint holds, by its canonical name."""
-        return super().tensors() | self.own
 
     def canonical_name(self, name: str) -> str | None:
         """The canonical name of a checkpoint's tensor: see the function `canonical_name`."""
@@ -181,9 +164,7 @@ class EagleHead(Weights):
         once after the weights are filled.
         """
         self.project_mask()
-        columns = suppressed - self.vocabulary.first
-        columns = columns[(columns >= 0) & (columns < self.vocabulary.num_tokens)]
-        self.banned = columns if columns.shape[0] else None
+        self.ban(suppressed)
 
     def project_mask(self) -> None:
         """Computes `mask_hidden` from the weights, where the head has mask rows."""
@@ -227,25 +208,3 @@ class EagleHead(Weights):
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             h, y = layer.forward(h, y, passes[layer.kind], next(caches), next_norm)
         return y, y if self.config.norm_output else h
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V_draft] of hidden [B, D]; tokens that the target never samples get the
-        dtype's minimum.
-        """
-        return self.vocabulary.whole(self._columns(hidden))
-
-    def _columns(self, hidden: Tensor) -> Tensor:
-        """This rank's columns of the logits."""
-        logits = self.head.logits(hidden)
-        if self.config.logit_scale != 1.0:
-            logits.mul_(self.config.logit_scale)
-        if self.banned is not None:
-            logits.index_fill_(1, self.banned, torch.finfo(logits.dtype).min)
-        return logits
-
-    def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """Best tokens [B] of hidden [B, D], as ids of the target's vocabulary; of equal scores the
-        lowest draft id wins.
-        """
-        tokens = self.vocabulary.greedy_tokens(self._columns(hidden))
-        return tokens if self.vocab_map is None else self.vocab_map.index_select(0, tokens)

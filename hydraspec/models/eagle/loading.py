@@ -4,11 +4,7 @@ the target, and checks the config against the tensors and the target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import check_aux_layer_ids, default_aux_layer_ids
@@ -16,18 +12,18 @@ from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
-from hydraspec.models.draft_place import head_place, layers_place, target_place
+from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.draft_tables import (
+    Entries,
+    place_tables,
+    share_equal_embedding,
+    suppressed,
+    vocab_map,
+)
 from hydraspec.models.eagle.config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
 from hydraspec.models.eagle.head import EagleHead, canonical_name
-from hydraspec.models.linear import Table
-from hydraspec.models.parts import prefixed
 from hydraspec.models.weights import fill
-from hydraspec.parallel.vocabulary import Vocabulary
-
-Entries = Mapping[str, TensorEntry]
-
-COMPARED_ROWS = 1 << 14  # rows of two embeddings compared at a time
 
 
 def load_eagle(
@@ -54,13 +50,14 @@ def load_eagle(
     )
     with torch.no_grad():
         head = EagleHead(config, layers, len(ids), width, place)
-        _place_tables(head, entries, target, where)
+        rows, brings_head = config.draft_vocab_size, method != "eagle"
+        place_tables(head, entries, target, where, num_rows=rows, brings_head=brings_head)
         _place_extras(head, entries, len(ids) * width, where)
         fill(head, opened, weights=weights, seed=seed)
-        head.vocab_map = _vocab_map(head, entries, target, weights, where)
-        shares = _share_equal_embedding(head, target)
+        head.vocab_map = vocab_map(head, entries, target, weights, where)
+        shares = share_equal_embedding(head, target)
         head.spec = _spec(config, layers, ids, head, target, shares, entries)
-        head.finish(_suppressed(head, target))
+        head.finish(suppressed(head, target))
     return head
 
 
@@ -133,33 +130,7 @@ def _check_target(
         )
 
 
-# ------------------------------------------------------------------ tables and extras
-
-
-def _place_tables(head: EagleHead, entries: Entries, target: TargetModel, where: str) -> None:
-    """Set the head's embedding and output projection: the checkpoint's own if it has them, else the
-    target's. An embedding of another width is the head's own too."""
-    size, place = head.shape.hidden_size, target_place(target)
-    lm_head, head.embedding = entries.get("lm_head.weight"), target.table
-    if "embed_tokens.weight" in entries or size != target.hidden_size:
-        head.embedding = Table(place, target.vocabulary, size)
-        head.own |= prefixed("embed_tokens.", head.embedding.tensors())
-    rows = head.config.draft_vocab_size
-    if rows is None:
-        rows = target.vocab_size if lm_head is None else lm_head.shape[0]
-    has_own = lm_head is not None or (not entries and head.config.method != "eagle")
-    if has_own:
-        place = head_place(target, rows, size)
-        head.head = Table(place, Vocabulary(rows, place.group), size)
-        head.own |= prefixed("lm_head.", head.head.tensors())
-    elif rows == target.vocab_size and size == target.hidden_size:
-        head.head = target.head
-    else:
-        raise CheckpointError(
-            f"drafter {where!r} has no lm_head.weight, and its head of {rows} tokens and width "
-            f"{size} cannot be the target's ({target.vocab_size}, {target.hidden_size}): download "
-            "it again"
-        )
+# ------------------------------------------------------------------ extras
 
 
 def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> None:
@@ -185,95 +156,6 @@ def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> 
             f"target's hidden size make {width} values"
         )
     head.mask_state = head.place.empty(*entry.shape)
-
-
-def _share_equal_embedding(head: EagleHead, target: TargetModel) -> bool:
-    """Shares the target's embedding if the head's is equal, since some formats always save a copy;
-    returns whether it is shared.
-    """
-    if "embed_tokens.weight" not in head.own:
-        return True
-    ours, theirs = head.embedding.weight, target.table.weight
-    group, is_equal = target.vocabulary.group, ours.shape == theirs.shape
-    is_equal = is_equal and _are_equal(ours, theirs)
-    if not group.all_gather(torch.tensor(int(is_equal), device=theirs.device)).all():
-        return False
-    del head.own["embed_tokens.weight"]
-    head.embedding = target.table
-    return True
-
-
-def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Returns whether two tables are equal. They are compared in pieces: the mask of a comparison
-    takes a byte per element, 1 GB for a large table.
-    """
-    pieces = zip(ours.split(COMPARED_ROWS), theirs.split(COMPARED_ROWS), strict=True)
-    return all(torch.equal(a, b) for a, b in pieces)
-
-
-# ------------------------------------------------------------------ vocabulary
-
-
-def _vocab_map(
-    head: EagleHead, entries: Entries, target: TargetModel, weights: str, where: str
-) -> Tensor | None:
-    """Target ids [V_draft] of the draft vocabulary: k + d2t[k] for draft id k. None if they are
-    the draft ids themselves.
-    """
-    rows, vocab_size = head.vocabulary.size, target.vocab_size
-    k = torch.arange(rows, device=target.device)
-    if "d2t" in entries:
-        d2t = _read(entries["d2t"]).to(target.device)
-        if tuple(d2t.shape) != (rows,):
-            raise CheckpointError(
-                f"drafter {where!r}: d2t has {d2t.shape[0]} entries and the draft's head {rows} "
-                "tokens: the files do not belong together"
-            )
-        ids = k + d2t.to(torch.int64)
-    elif rows == vocab_size:
-        return None
-    elif weights == "random":
-        ids = k * vocab_size // rows
-    else:
-        raise CheckpointError(
-            f"drafter {where!r} has a head of {rows} tokens for a vocabulary of {vocab_size} and "
-            "no d2t that maps them: download it again"
-        )
-    inside = (ids >= 0) & (ids < vocab_size)
-    if not bool(inside.all()) or ids.unique().shape[0] != rows:
-        raise CheckpointError(
-            f"drafter {where!r}: d2t does not map its {rows} tokens to different ids below "
-            f"{vocab_size}, the target's vocabulary: download it again"
-        )
-    if "t2d" in entries:
-        _check_t2d(_read(entries["t2d"]).to(target.device), ids, where)
-    return None if rows == vocab_size and torch.equal(ids, k) else ids
-
-
-def _check_t2d(t2d: Tensor, ids: Tensor, where: str) -> None:
-    """Check that t2d, a mask over the target's vocabulary, marks the tokens that d2t lists."""
-    marked = torch.zeros_like(t2d, dtype=torch.bool)
-    marked[ids[ids < t2d.shape[0]]] = True
-    if not torch.equal(marked, t2d.to(torch.bool)):
-        raise CheckpointError(
-            f"drafter {where!r}: t2d and d2t name different tokens: the files do not belong "
-            "together"
-        )
-
-
-def _read(entry: TensorEntry) -> Tensor:
-    with safe_open(entry.file, framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(entry.name)
-        return tensor
-
-
-def _suppressed(head: EagleHead, target: TargetModel) -> Tensor:
-    """Draft ids of the tokens that the target never samples."""
-    banned = torch.tensor(target.suppress_token_ids, dtype=torch.int64, device=target.device)
-    if head.vocab_map is None or not banned.shape[0]:
-        return banned
-    draft_ids = torch.arange(head.vocab_map.shape[0], device=target.device)
-    return draft_ids[torch.isin(head.vocab_map, banned)]
 
 
 def _spec(

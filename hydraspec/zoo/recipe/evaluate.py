@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hydraspec.zoo.recipe.block_heads import BlockHead
 from hydraspec.zoo.recipe.corpus import WORKLOAD_MAX_TOKENS, WORKLOAD_PATH, extract_answer
 from hydraspec.zoo.recipe.draft_heads import DraftHead
 from hydraspec.zoo.recipe.modeling import (
@@ -38,6 +39,7 @@ from hydraspec.zoo.recipe.modeling import (
     run_target,
     target_masks,
 )
+from hydraspec.zoo.recipe.train_block import block_draft_rows
 from hydraspec.zoo.recipe.train_drafter import draft_rows
 
 
@@ -150,6 +152,17 @@ def by_head(target: PreTrainedModel, head: DraftHead, aux_layer_ids: tuple[int, 
     def rows(text: Generation, k: int) -> Tensor:
         tokens = torch.tensor([text.tokens], device=target.device)
         drafts = draft_rows(target, head, tokens, aux_layer_ids, k)[0]
+        return drafts[text.prompt_length - 1 : text.end - 1].cpu()
+
+    return rows
+
+
+def by_block(target: PreTrainedModel, head: BlockHead, aux_layer_ids: tuple[int, ...]) -> DraftRows:
+    """A function that drafts with a block drafter."""
+
+    def rows(text: Generation, k: int) -> Tensor:
+        tokens = torch.tensor([text.tokens], device=target.device)
+        drafts = block_draft_rows(target, head, tokens, aux_layer_ids, k)[0]
         return drafts[text.prompt_length - 1 : text.end - 1].cpu()
 
     return rows

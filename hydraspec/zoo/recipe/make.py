@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hydraspec.models.checkpoint.twins import TWINS, write_twin
 from hydraspec.zoo.recipe import (
+    block_files,
     corpus,
     draft_files,
     evaluate,
@@ -30,6 +31,7 @@ from hydraspec.zoo.recipe import (
     tasks,
     tokenizer,
     train_assistant,
+    train_block,
     train_drafter,
     train_target,
 )
@@ -100,6 +102,17 @@ def make_assistant(args: argparse.Namespace) -> None:
 def make_drafters(args: argparse.Namespace) -> None:
     """Train a target's drafters with their own KV, or --drafter alone; the target must be made."""
     target = modeling.load_target(args.out / args.name, args.device)
+    blocks = _block_drafters(args)
+    seen = {(block.num_texts, block.aux_layer_ids) for block in blocks.values()}
+    for count, aux_layer_ids in seen:
+        texts = _data(args, count, ASSISTANT_DATA_SEED)
+        kept = train_drafter.keep_states(target, texts, aux_layer_ids)
+        for name, block in blocks.items():
+            if (block.num_texts, block.aux_layer_ids) == (count, aux_layer_ids):
+                made = train_block.train_block(block, target, texts, title=name, kept=kept)
+                block_files.save_block(made, block, target, args.out / name)
+    if not _drafters(args):
+        return
     data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
     for name, recipe in _drafters(args).items():
         head = train_drafter.train_drafter(recipe, target, data, title=name)
@@ -108,7 +121,12 @@ def make_drafters(args: argparse.Namespace) -> None:
 
 def _drafters(args: argparse.Namespace) -> dict[str, recipes.DraftRecipe]:
     found = {n: r for n, r in recipes.DRAFTERS.items() if r.target == args.name}
-    return found if args.drafter is None else {args.drafter: found[args.drafter]}
+    return {n: r for n, r in found.items() if args.drafter in (None, n)}
+
+
+def _block_drafters(args: argparse.Namespace) -> dict[str, recipes.BlockRecipe]:
+    found = {n: r for n, r in recipes.BLOCK_DRAFTERS.items() if r.target == args.name}
+    return {n: r for n, r in found.items() if args.drafter in (None, n)}
 
 
 def make_evaluation(args: argparse.Namespace) -> None:
@@ -126,6 +144,10 @@ def make_evaluation(args: argparse.Namespace) -> None:
         if path.exists():
             head = draft_files.load_head(path, recipe, target)
             drafters[name] = evaluate.by_head(target, head, recipe.aux_layer_ids)
+    for name, block in _block_drafters(args).items():
+        if (args.out / name).exists():
+            made = block_files.load_block(args.out / name, block, target)
+            drafters[name] = evaluate.by_block(target, made, block.aux_layer_ids)
     result = evaluate.evaluate(target, drafters, tokens, k=args.k, workload=lines)
     console.print_json(json.dumps({"name": args.name, "k": args.k, **result}))
 
@@ -161,7 +183,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--name", choices=recipes.TARGETS, default="tiny_gemma4")
-    parser.add_argument("--drafter", choices=recipes.DRAFTERS, help="only this one")
+    parser.add_argument(
+        "--drafter", choices=[*recipes.DRAFTERS, *recipes.BLOCK_DRAFTERS], help="only this one"
+    )
     parser.add_argument("--twin", choices=TWINS, help="the folder that the command twin writes")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -163,6 +163,30 @@ class DraftRecipe(Training):
     seed: int = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockRecipe(Training):
+    """Shape and training settings of a block drafter. It sees the first `num_texts` of the texts
+    that heads of the other kinds see, and has few steps on purpose, see README.md."""
+
+    kind: Literal["dflash", "dspark"]
+    format: Literal["z-lab", "speculators", "deepseek-ai"]
+    target: str
+    layer: LayerShape
+    aux_layer_ids: tuple[int, ...]
+    windows: tuple[int | None, ...] = (None, None)  # of the layers
+    block_size: int = 8
+    draft_vocab_size: int | None = None  # None: the target's
+    own_tables: bool = False
+    markov_rank: int = 0
+    markov_kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    num_texts: int = 3_000
+    num_anchors: int = 24  # blocks of a text and step
+    batch_size: int = 24
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.01
+    seed: int = 3
+
+
 TARGETS: dict[str, TargetRecipe] = {
     # Dense; full layers use k_eq_v with one KV head, as the 31B model does.
     "tiny_gemma4": TargetRecipe(
@@ -333,5 +357,58 @@ DRAFTERS: dict[str, DraftRecipe] = {
     # Goes into its target's own folder.
     "tiny_deepseek-mtp": DraftRecipe(
         kind="mtp", target="tiny_deepseek", step_weights=(1.0, 0.5, 0.3), steps=1000
+    ),
+}
+
+BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
+    # The target's embedding and head, whole blocks of eight.
+    "tiny_qwen3-dflash": BlockRecipe(
+        kind="dflash",
+        format="z-lab",
+        target="tiny_qwen3",
+        layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 9, 15),
+        steps=1500,
+    ),
+    # Tables of its own, blocks of seven that all draft, the plain Markov head.
+    "tiny_qwen3-dspark": BlockRecipe(
+        kind="dspark",
+        format="deepseek-ai",
+        target="tiny_qwen3",
+        layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 9, 15),
+        block_size=7,
+        own_tables=True,
+        markov_rank=32,
+        steps=700,
+    ),
+    # A sliding layer, causal, then a full one; half the vocabulary.
+    "tiny_gemma4-dflash": BlockRecipe(
+        kind="dflash",
+        format="speculators",
+        target="tiny_gemma4",
+        layer=LayerShape(hidden_size=160, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 8, 13),
+        windows=(32, None),
+        draft_vocab_size=384,
+        own_tables=True,
+        num_texts=1_500,
+        steps=500,
+    ),
+    # The same with DSpark's heads, the Markov head gated.
+    "tiny_gemma4-dspark": BlockRecipe(
+        kind="dspark",
+        format="speculators",
+        target="tiny_gemma4",
+        layer=LayerShape(hidden_size=160, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 8, 13),
+        windows=(32, None),
+        block_size=7,
+        draft_vocab_size=384,
+        own_tables=True,
+        markov_rank=32,
+        markov_kind="gated",
+        num_texts=1_500,
+        steps=500,
     ),
 }

@@ -1,4 +1,5 @@
-"""Causal attention over a paged KV cache: variable rows per request, sliding windows, GQA.
+"""Attention over a paged KV cache: variable rows per request, sliding windows, GQA; causal, or for
+blocks of drafted tokens (`RowMask`).
 
 A plan is made once per KV group and forward pass (`plan_attention`) and used by every layer of the
 group. `reference.py` specifies every operation; each kernel has a file:
@@ -23,6 +24,7 @@ from hydraspec_kernels.attention.plan import (
     GroupShape,
     Projection,
     QkvShape,
+    RowMask,
     RowSegment,
     Tile,
     TiledPlan,
@@ -45,6 +47,7 @@ __all__ = [
     "GroupShape",
     "Projection",
     "QkvShape",
+    "RowMask",
     "RowSegment",
     "Tile",
     "TiledPlan",

@@ -54,6 +54,7 @@ def _attention_kernel(
     VALUE_DIM: tl.constexpr,  # leading part of a key, loaded apart from the rest
     LATENT: tl.constexpr,  # that part is the value too
     WINDOW: tl.constexpr,  # 0: none
+    MASK: tl.constexpr,  # "causal", "block" or "causal_block"
     BLOCK_SIZE: tl.constexpr,
     ONE_ROW: tl.constexpr,
     SPLIT: tl.constexpr,  # S > 1
@@ -78,7 +79,7 @@ def _attention_kernel(
                 seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg"
             )
             begin, limit = find_keys(
-                length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N
+                length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N, MASK
             )
             prefetch_keys(
                 keys, values, table, begin, limit, table_width, num_blocks,
@@ -105,10 +106,12 @@ def _attention_kernel(
         q_rest = load_rows(query, at_query, inside, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
 
     begin, limit = find_keys(
-        length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N
+        length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N, MASK
     )
     position = length - rows + row
     newest = tl.minimum(position, limit - 1)
+    if MASK == "block":
+        newest = tl.full([BLOCK_M], limit - 1, tl.int32)
     top = tl.full([BLOCK_M], NO_KEY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -123,7 +126,7 @@ def _attention_kernel(
             k_rest = load_rows(keys, at_key, seen, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         visible = j[None, :] <= newest[:, None]
-        if WINDOW > 0:
+        if WINDOW > 0 and MASK == "causal":
             visible = visible & (j[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -196,6 +199,7 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
         VALUE_DIM=value_dim,
         LATENT=shape.latent_dim is not None,
         WINDOW=shape.window or 0,
+        MASK=shape.mask,
         BLOCK_SIZE=shape.block_size,
         ONE_ROW=plan.query_start_loc is None,
         SPLIT=cut.splits > 1,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ from hydraspec_kernels.runtime.launch import runs_kernels
 
 # Most scores of a tile; long prefills are cut into tiles of query rows to bound the memory.
 MAX_TILE_SCORES = 1 << 23
+
+
+# Keys that a row sees, of a request whose R rows are the last of its L tokens:
+# causal: up to its own position p, from p - window + 1 on.
+# block: up to L - 1, from L - R - window on; the rows see each other and the same context.
+# causal_block: up to its own position, from L - R - window on.
+RowMask: TypeAlias = Literal["causal", "block", "causal_block"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +44,7 @@ class RowSegment:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GroupShape:
-    """Heads, cache blocks and mask of a KV group. window None: a row sees all keys up to its own.
+    """Heads, cache blocks and mask of a KV group. window None: no key is too far back to be seen.
 
     scale multiplies the scores: 1 for Gemma 4, 1/sqrt(head_dim) for most others. With latent_dim
     the cache holds one key per row, [rows, 1, H], whose first latent_dim numbers are also the value
@@ -50,6 +58,7 @@ class GroupShape:
     window: int | None
     scale: float = 1.0
     latent_dim: int | None = None
+    mask: RowMask = "causal"
 
     @property
     def page_row(self) -> tuple[int, ...]:
@@ -261,8 +270,9 @@ def _rows_per_tile(shape: GroupShape, segment: RowSegment) -> int:
     rows = segment.rows_per_request
     keys = segment.max_seq_len
     if shape.window is not None:
-        keys = min(keys, 2 * shape.window)
-        if rows > shape.window:
+        is_block = shape.mask != "causal"
+        keys = min(keys, shape.window + (rows if is_block else shape.window))
+        if rows > shape.window and not is_block:
             rows = shape.window  # so that a tile gathers two windows, not the whole prompt
     return max(1, min(rows, MAX_TILE_SCORES // (segment.num_requests * shape.num_heads * keys)))
 
@@ -278,24 +288,27 @@ def _plan_tile(
     dtype: torch.dtype,
 ) -> Tile:
     b, all_rows, rows = segment.num_requests, segment.rows_per_request, stop - start
-    after = all_rows - stop
+    is_block = shape.mask != "causal"
+    after = 0 if is_block else all_rows - stop
     num_keys = max(segment.max_seq_len - after, rows)
     end = lens[:, None] if after == 0 else (lens - after)[:, None]
-    if shape.window is not None and num_keys > shape.window + rows - 1:
-        num_keys = shape.window + rows - 1
+    most = None if shape.window is None else shape.window + (all_rows if is_block else rows - 1)
+    if most is not None and num_keys > most:
+        num_keys = most
         key = (end - num_keys).clamp_min_(0) + torch.arange(num_keys, device=end.device)
         base = _looked_up_rows(shape, table, key)
     else:
         key = torch.arange(num_keys, device=end.device)[None]
         base = _leading_rows(shape, table, num_keys)
     exists = key < end  # [b, L]
-    if rows == 1:  # a single row sees exactly the gathered entries that exist
-        hidden = exists.logical_not()[:, None]
+    if shape.mask == "block" or all_rows == 1 or (rows == 1 and not is_block):
+        # A row sees exactly the gathered entries that exist.
+        hidden = exists.logical_not()[:, None].expand(b, rows, -1)
     else:
         where = positions[segment.first_row : segment.first_row + b * all_rows]
         ahead = where.view(b, all_rows, 1)[:, start:stop] - key[:, None]  # [b, R, L]
         hidden = ahead < 0
-        if shape.window is not None:
+        if shape.window is not None and not is_block:
             hidden = hidden.logical_or_(ahead >= shape.window)
     index = _head_rows(shape, base.mul_(exists))
     mask = _mask(shape, hidden, dtype)

@@ -2,6 +2,8 @@
 
 A row sees the keys at positions j with max(0, p - window + 1) <= j <= p, where p is its own
 position, and yields softmax(scale q K^T) V over them. Query head h reads KV head h // (Hq / Hkv).
+The rows of a drafted block (RowMask "block", "causal_block") see the context from `window` keys
+before the first of them on, and then all rows of the block, or those up to their own.
 Gemma 4's scale is 1 (its query and key norms take that role), most others' 1/sqrt(H).
 
 | kernel | specified by |
@@ -20,13 +22,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.plan import DevicePlan, Projection, QkvShape
+from hydraspec_kernels.attention.plan import DevicePlan, Projection, QkvShape, RowMask
 from hydraspec_kernels.norms.reference import rms_norm_reference
 from hydraspec_kernels.rope.reference import apply_rope_reference
 
 
 def attend_request(
-    query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    scale: float,
+    mask: RowMask = "causal",
 ) -> Tensor:
     """Attention of one request: query [R, Hq, H] of its last R tokens, keys [L, Hkv, H], values [L,
     Hkv, Hv] -> [R, Hq, Hv]; computed in float64.
@@ -36,11 +43,27 @@ def attend_request(
     q = query.double().unflatten(1, (keys.shape[1], -1))  # [R, Hkv, G, H]
     j = torch.arange(length, device=query.device)
     p = j[length - rows :, None]
-    visible = j <= p if window is None else (j <= p) & (j > p - window)  # [R, L]
+    visible = seen_keys(j, p, length, rows, window, mask)  # [R, L]
     scores = torch.einsum("rngd,jnd->ngrj", q, k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     v = v.masked_fill(~visible.any(0)[:, None, None], 0)  # keys no row sees may be freed, and NaN
     return torch.einsum("ngrj,jnd->rngd", weights, v).flatten(1, 2).to(query.dtype)
+
+
+def seen_keys(
+    j: Tensor,
+    p: Tensor,
+    length: int | Tensor,
+    rows: int | Tensor,
+    window: int | None,
+    mask: RowMask,
+) -> Tensor:
+    """Returns which of the keys j are seen by the rows at positions p, the last `rows` of `length`
+    tokens; all arguments broadcast."""
+    visible = (j < length) & (p >= 0) if mask == "block" else j <= p
+    if window is None:
+        return visible
+    return visible & (j > p - window if mask == "causal" else j >= length - rows - window)
 
 
 def paged_attention_reference(
@@ -85,7 +108,8 @@ def prefill_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
     for rows, at in _requests(plan, len(query)):
         if len(at):
             k, v = cache[at].unbind(1)
-            out[rows] = attend_request(query[rows], k, v, plan.shape.window, plan.shape.scale)
+            shape = plan.shape
+            out[rows] = attend_request(query[rows], k, v, shape.window, shape.scale, shape.mask)
     return out.flatten(1)
 
 
@@ -123,9 +147,10 @@ def planned_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
     at = plan.block_table[:, key // shape.block_size] * shape.block_size + key % shape.block_size
     count = starts.diff()[:, None]  # [B, 1]
     position = torch.where(r < count, plan.seq_lens[:, None] - count + r, -1)  # [B, R]
-    visible = key <= position[..., None]  # [B, R, L]
-    if shape.window is not None:
-        visible &= key > position[..., None] - shape.window
+    length = plan.seq_lens[:, None, None]
+    visible = seen_keys(  # [B, R, L]
+        key, position[..., None], length, count[..., None], shape.window, shape.mask
+    )
     seen = visible.any(1).view(*at.shape, *(1,) * (cache.dim() - 1))
     kv = cache[at].masked_fill(~seen, 0)  # hidden keys may be NaN
     if shape.latent_dim is None:

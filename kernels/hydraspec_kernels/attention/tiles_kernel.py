@@ -62,7 +62,7 @@ def find_rows(
 def find_keys(
     length, rows, tile, split, splits,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr = "causal",
 ):  # fmt: skip
     """Keys begin..limit that this split reads, of those that some query of the tile sees.
 
@@ -70,8 +70,13 @@ def find_keys(
     """
     last_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
     begin, limit = 0, length - rows + last_row + 1
+    if MASK == "block":
+        limit = length
     if WINDOW > 0:
-        begin = tl.maximum(length - rows + tile * BLOCK_M // GROUP - WINDOW + 1, 0)
+        if MASK == "causal":
+            begin = tl.maximum(length - rows + tile * BLOCK_M // GROUP - WINDOW + 1, 0)
+        else:
+            begin = tl.maximum(length - rows - WINDOW, 0)
     if SPLIT:
         share = tl.maximum(tl.cdiv(tl.maximum(limit - begin, 0), splits), BLOCK_N)
         begin += split * share

@@ -124,8 +124,11 @@ def fits_decode(plan: DevicePlan) -> bool:
 
 
 def supports_decode(shape: GroupShape, max_rows: int) -> bool:
-    """Returns whether the fused kernel runs: few rows per request, separate keys and values."""
+    """Returns whether the fused kernel runs: few rows per request, separate keys and values, a
+    causal mask."""
     if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
+        return False
+    if shape.mask != "causal":
         return False
     numbers = block_queries(shape, max_rows) * next_power_of_2(shape.head_dim)
     return numbers <= MOST_QUERY_NUMBERS
@@ -244,6 +247,7 @@ def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
         plan.max_rows > MOST_SPLIT_ROWS
         and query.dtype in (torch.bfloat16, torch.float16)
         and shape.latent_dim is None
+        and shape.mask == "causal"
         and shape.head_dim in PREFILL_HEADS
         and group <= WGMMA_ROWS
         and _is_power_of_2(group)
@@ -263,6 +267,7 @@ def fits_latent(query: Tensor, plan: DevicePlan) -> bool:
     return (
         (shape.head_dim, shape.latent_dim) == LATENT_WIDTHS
         and shape.window is None
+        and shape.mask == "causal"
         and shape.scale > 0
         and plan.max_rows <= MOST_SPLIT_ROWS
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -14,6 +14,7 @@ from hydraspec_kernels.runtime.launch import runs_kernels
 from hydraspec_kernels.sampling.records import SlotTokens, Verdict
 from hydraspec_kernels.step_inputs import reference
 from hydraspec_kernels.step_inputs.records import (
+    BlockRows,
     DecodeRows,
     GroupTables,
     LaidBatch,
@@ -24,12 +25,14 @@ from hydraspec_kernels.step_inputs.records import (
 )
 
 __all__ = [
+    "BlockRows",
     "DecodeRows",
     "GroupTables",
     "NewestRows",
     "ParallelLayout",
     "RowLayout",
     "StepInputs",
+    "block_rows",
     "decode_rows",
     "newest_rows",
     "parallel_rows",
@@ -108,6 +111,27 @@ def decode_rows(
 
         return decode_rows_kernel(positions, seq_lens, advance, groups)
     return reference.decode_rows_reference(positions, seq_lens, advance, groups, padded=padded)
+
+
+def block_rows(
+    token_ids: Tensor,  # [B] the newest token of each request
+    seq_lens: Tensor,  # [B] its position; 0 marks padding
+    groups: GroupTables,
+    *,
+    num_rows: int,
+    mask_token_id: int,
+    padded: bool = False,
+) -> BlockRows:
+    """Blocks of `num_rows` rows, one per request: its newest token, then mask tokens, at positions
+    seq_lens, seq_lens + 1, ... Plain torch on every device."""
+    return reference.block_rows_reference(
+        token_ids,
+        seq_lens,
+        groups,
+        num_rows=num_rows,
+        mask_token_id=mask_token_id,
+        padded=padded,
+    )
 
 
 def parallel_rows(

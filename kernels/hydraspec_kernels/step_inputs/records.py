@@ -71,6 +71,16 @@ class DecodeRows:
 
 
 @dataclass(slots=True)
+class BlockRows:
+    """Inputs of a pass with R rows per request, which follow its valid tokens; T' = B * R."""
+
+    input_ids: Tensor  # [T']
+    positions: Tensor  # [T']
+    seq_lens: Tensor  # [B], with these rows
+    slot_mapping: list[Tensor]  # per KV group [T']
+
+
+@dataclass(slots=True)
 class ParallelLayout:
     """The rows of a pass that proposes everything at once; T' = T + B * masks."""
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hydraspec_kernels.sampling.records import SlotTokens, Verdict
 from hydraspec_kernels.step_inputs.records import (
+    BlockRows,
     DecodeRows,
     GroupTables,
     LaidBatch,
@@ -124,6 +125,35 @@ def decode_rows_reference(
         positions, ends = positions.where(seq_lens > 0, 0), ends.where(seq_lens > 0, 0)
         request = request.where(seq_lens > 0, -1)
     return DecodeRows(
+        positions=positions,
+        seq_lens=ends,
+        slot_mapping=_slot_mappings(groups, request, positions, padded),
+    )
+
+
+def block_rows_reference(
+    token_ids: Tensor,
+    seq_lens: Tensor,
+    groups: GroupTables,
+    *,
+    num_rows: int,
+    mask_token_id: int,
+    padded: bool = False,
+) -> BlockRows:
+    """See `step_inputs.block_rows`."""
+    b, device = token_ids.shape[0], token_ids.device
+    row = torch.arange(num_rows, device=device)
+    ids = token_ids.unsqueeze(1).where(row == 0, mask_token_id)  # [B, R]
+    positions, ends = seq_lens.unsqueeze(1) + row, seq_lens + num_rows
+    request = torch.arange(b, device=device)
+    if padded:
+        is_real = seq_lens > 0
+        ids, positions = ids.where(is_real[:, None], 0), positions.where(is_real[:, None], 0)
+        ends, request = ends.where(is_real, 0), request.where(is_real, -1)
+    request = request.unsqueeze(1).expand(b, num_rows).reshape(-1)
+    positions = positions.reshape(-1)
+    return BlockRows(
+        input_ids=ids.reshape(-1),
         positions=positions,
         seq_lens=ends,
         slot_mapping=_slot_mappings(groups, request, positions, padded),

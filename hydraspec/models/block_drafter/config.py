@@ -1,0 +1,255 @@
+"""Reads the config of a block drafter (DFlash, DSpark) as z-lab, speculators or deepseek-ai write
+it. loading.py checks it against the tensors and the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydraspec_kernels.attention import RowMask
+
+from hydraspec.models.aux_states import ids_of_layer_outputs
+from hydraspec.models.checkpoint.config_reader import ConfigReader
+from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.detect import DEEPSPEC, SPECULATORS, Detected, check_method, part_of
+from hydraspec.models.kv_groups import FULL, SLIDING
+
+PART = "dflash_config"  # the object in which z-lab's files keep the drafter's own keys
+MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights: the row of the mask token
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+LEAST_BLOCK = 2  # rows: the newest token and a mask
+UNCOMPUTED = {  # z-lab's keys for other attentions -> the only supported value
+    f"{PART}.attention_sink_bias": False,
+    f"{PART}.attention_value_scale": 1,
+    "is_neox_style": True,
+    "logit_scale": 1,
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BlockConfig:
+    """A block drafter as its config describes it."""
+
+    method: str  # dflash or dspark
+    format: str
+    layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
+    aux_layer_ids: tuple[int, ...]  # states after so many layers of the target; 0: its embedding
+    block_size: int  # rows of a block, the newest token's included
+    mask_token_id: int
+    samples_anchor: bool  # row i predicts the token after its own position, the anchor's too
+    is_causal: bool = False  # rows of full layers do not see later rows of the block
+    is_sliding_causal: bool = False  # the same of sliding layers
+    scales_embedding: bool = False  # tokens enter as the target's first layer reads them
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    softcap: float | None = None
+    markov_rank: int = 0  # 0: no Markov head
+    markov_kind: str = "vanilla"
+    has_confidence: bool = False
+    confidence_reads_markov: bool = True
+    verifier: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def most_drafts(self) -> int:
+        """Largest K that the block has rows for."""
+        return self.block_size if self.samples_anchor else self.block_size - 1
+
+    def mask(self, kind: str) -> RowMask:
+        """The attention mask of a kind of layers."""
+        causal = self.is_sliding_causal if kind == SLIDING else self.is_causal
+        return "causal_block" if causal else "block"
+
+
+def read_block_drafter(opened: Checkpoint, method: str) -> BlockConfig:
+    """The config of a folder that must hold a drafter for `method` (dflash or dspark).
+
+    Raises CheckpointError for a drafter of another method, keys that contradict each other, and
+    missing keys that have no default.
+    """
+    found = check_method(opened, method)
+    where = str(opened.folder)
+    raw = opened.config
+    nested = part_of(raw, PART, where)
+    keys = ConfigReader(raw | {f"{PART}.{key}": nested[key] for key in nested}, where)
+    for key, computed in UNCOMPUTED.items():
+        if keys.get(key, computed) != computed:
+            raise keys.fail(key, f"{computed} or nothing, since no other drafter is computed")
+    read = {SPECULATORS: _read_speculators, DEEPSPEC: _read_deepspec}.get(found.format, _read_z_lab)
+    config = replace(read(keys, found, opened), verifier=found.verifier)
+    if config.method == "dspark":
+        config = _with_heads(config, keys)
+    return config
+
+
+def _common(keys: ConfigReader, found: Detected) -> dict[str, Any]:
+    """Fields that all formats spell alike."""
+    size = "block_size" if keys.get("block_size") is not None else f"{PART}.block_size"
+    softcap = keys.get("final_logit_softcapping", keys.get(f"{PART}.final_logit_softcapping"))
+    key = "draft_vocab_size"
+    return {
+        "method": found.method,
+        "format": found.format,
+        "block_size": keys.count(size, least=LEAST_BLOCK),
+        "draft_vocab_size": keys.count(key) if keys.get(key) is not None else None,
+        "softcap": None if softcap is None else keys.number("final_logit_softcapping", softcap),
+    }
+
+
+def _flag(keys: ConfigReader, *names: str) -> bool | None:
+    """A flag under any of some keys; None if all are absent. Raises CheckpointError for a value of
+    another type, and if they contradict each other."""
+    found = {name: keys.get(name) for name in names if keys.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise keys.fail(name, "true or false: mend the config")
+        if value != next(iter(found.values())):
+            first = next(iter(found))
+            raise keys.fail(name, f"the same as {first}, {found[first]}: mend the config")
+    return next(iter(found.values()), None)
+
+
+def _mask_token(keys: ConfigReader, *names: str) -> int:
+    """The mask token under any of some keys. Raises CheckpointError if it is absent, or if they
+    contradict each other."""
+    found = [name for name in names if keys.get(name) is not None] or [names[0]]
+    token = keys.count(found[0], least=0)
+    for name in found[1:]:
+        if keys.get(name) != token:
+            raise keys.fail(name, f"the same as {found[0]}, {token}: mend the config")
+    return token
+
+
+def _layer_numbers(keys: ConfigReader, *names: str, least: int = 0) -> tuple[int, ...] | None:
+    """Different layer numbers under any of some keys; None if all are absent."""
+    name = next((name for name in names if keys.get(name) is not None), None)
+    if name is None:
+        return None
+    value = keys.get(name)
+    is_list = isinstance(value, list) and value and all(type(i) is int for i in value)
+    if not is_list or len(set(value)) != len(value) or min(value) < least:
+        raise keys.fail(name, f"different layer numbers from {least} on: mend the config")
+    return tuple(value)
+
+
+# ------------------------------------------------------------------ formats
+
+
+def _read_speculators(keys: ConfigReader, found: Detected, opened: Checkpoint) -> BlockConfig:
+    """speculators' DFlashSpeculatorConfig and DSparkSpeculatorConfig; layers are counted as states
+    after that many, and sliding layers are causal unless the config says otherwise."""
+    layers = keys.get("transformer_layer_config")
+    if not isinstance(layers, dict):
+        raise keys.fail(
+            "transformer_layer_config", "the config of the drafter's layers: download it again"
+        )
+    ids = _layer_numbers(keys, "aux_hidden_state_layer_ids")
+    if ids is None:
+        raise keys.fail(
+            "aux_hidden_state_layer_ids", "the target's layers that it reads: download it again"
+        )
+    from_anchor = _flag(keys, "sample_from_anchor")
+    width = "target_hidden_size"
+    return BlockConfig(
+        **_common(keys, found),
+        layers=_sliding(layers),
+        aux_layer_ids=ids,
+        mask_token_id=_mask_token(keys, "mask_token_id"),
+        samples_anchor=found.method == "dspark" if from_anchor is None else from_anchor,
+        is_sliding_causal=not _flag(keys, "sliding_window_non_causal"),
+        target_hidden_size=keys.count(width) if keys.get(width) is not None else None,
+    )
+
+
+def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> BlockConfig:
+    """z-lab's DFlashDraftModel: embedding and head are the target's modules, scaling included, and
+    no layer is causal unless the config says so."""
+    layers = dict(opened.config)
+    if keys.get(f"{PART}.use_swa"):
+        window = keys.count(f"{PART}.swa_window_size")
+        kinds = [SLIDING] * keys.count("num_hidden_layers")
+        layers |= {"sliding_window": window, "layer_types": kinds}
+    depth = "num_target_layers"
+    num_target_layers = keys.count(depth) if keys.get(depth) is not None else None
+    outputs = _layer_numbers(keys, f"{PART}.target_layer_ids", "target_layer_ids")
+    if outputs is None:
+        outputs = spread_layers(keys.count(depth), keys.count("num_hidden_layers"))
+    causal = _flag(keys, f"{PART}.causal", "is_causal")
+    layers = _sliding(layers)
+    notes: tuple[str, ...] = ()
+    if causal is None and SLIDING in (layers.get("layer_types") or ()):
+        notes = (
+            f"drafter {keys.where!r} does not say is_causal; its sliding layers are taken to see "
+            "the whole block, as its authors' code computes them",
+        )
+    return BlockConfig(
+        **_common(keys, found),
+        layers=layers,
+        aux_layer_ids=ids_of_layer_outputs(outputs),
+        mask_token_id=_mask_token(keys, f"{PART}.mask_token_id", "mask_token_id"),
+        samples_anchor=bool(_flag(keys, f"{PART}.sample_from_anchor")),
+        is_causal=bool(causal),
+        is_sliding_causal=bool(causal),
+        scales_embedding=True,
+        num_target_layers=num_target_layers,
+        notes=notes,
+    )
+
+
+def _read_deepspec(keys: ConfigReader, found: Detected, opened: Checkpoint) -> BlockConfig:
+    """deepseek-ai's Qwen3DSparkModel, without a Markov head too (their DFlash): every row predicts
+    the next token, the anchor's included. Layer -1 is the target's embedding."""
+    outputs = _layer_numbers(keys, "target_layer_ids", least=-1)
+    if outputs is None:
+        raise keys.fail("target_layer_ids", "the target's layers that it reads: download it again")
+    depth = "num_target_layers"
+    return BlockConfig(
+        **_common(keys, found),
+        layers=dict(opened.config),
+        aux_layer_ids=ids_of_layer_outputs(outputs),
+        mask_token_id=_mask_token(keys, "mask_token_id"),
+        samples_anchor=True,
+        num_target_layers=keys.count(depth) if keys.get(depth) is not None else None,
+    )
+
+
+def _with_heads(config: BlockConfig, keys: ConfigReader) -> BlockConfig:
+    """The config with DSpark's Markov and confidence heads."""
+    rank = keys.count("markov_rank", 256, least=0)
+    kind = keys.get("markov_head_type", MARKOV_KINDS[0])
+    if rank and kind not in MARKOV_KINDS:
+        raise keys.fail("markov_head_type", f"one of {', '.join(MARKOV_KINDS)}")
+    has_confidence = _flag(keys, "enable_confidence_head")
+    reads_markov = _flag(keys, "confidence_head_with_markov")
+    has_confidence = config.format == SPECULATORS if has_confidence is None else has_confidence
+    reads_markov = reads_markov is not False
+    if has_confidence and reads_markov and not rank:
+        raise keys.fail("markov_rank", "above 0, since confidence_head_with_markov is true")
+    return replace(
+        config,
+        markov_rank=rank,
+        markov_kind=str(kind),
+        has_confidence=has_confidence,
+        confidence_reads_markov=reads_markov,
+    )
+
+
+def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Layer outputs that z-lab's code reads where the config names none: spread evenly from the
+    second to the last but two."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (count - 1)
+    return tuple(round(1 + i * step) for i in range(count))
+
+
+def _sliding(layers: dict[str, Any]) -> dict[str, Any]:
+    """A Hugging Face config of layers in which layer_types alone decides on windows."""
+    kinds = layers.get("layer_types")
+    if isinstance(kinds, list) and SLIDING in kinds:
+        return {"max_window_layers": 0} | layers | {"use_sliding_window": True}
+    if isinstance(kinds, list) and set(kinds) == {FULL}:
+        return layers | {"use_sliding_window": False}
+    return layers

@@ -1,0 +1,172 @@
+"""Loads a block drafter from any of three formats: shares tables with the target, and checks the
+config against the tensors and the target.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from hydraspec.errors import CheckpointError
+from hydraspec.models.aux_states import check_aux_layer_ids
+from hydraspec.models.base import TargetModel
+from hydraspec.models.block_drafter.config import (
+    MASK_EMBEDDING,
+    BlockConfig,
+    read_block_drafter,
+)
+from hydraspec.models.block_drafter.head import BlockHead, canonical_name
+from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.dense.config import DenseConfig, read_dense_config
+from hydraspec.models.detect import open_draft
+from hydraspec.models.draft_place import layers_place
+from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.draft_tables import (
+    Entries,
+    place_tables,
+    share_equal_embedding,
+    suppressed,
+    vocab_map,
+)
+from hydraspec.models.weights import fill
+
+
+def load_block_drafter(
+    checkpoint: str, *, method: str, weights: str, target: TargetModel, seed: int
+) -> BlockHead:
+    """The head of a folder, zoo:<name> or hub id, in the target's dtype and on its device.
+
+    method is dflash or dspark, and must be what the folder holds. Raises CheckpointError naming
+    both sides where method, config, tensors and target contradict each other.
+    """
+    opened = open_draft(checkpoint)
+    where = str(opened.folder)
+    config = read_block_drafter(opened, method)
+    layers = read_dense_config(config.layers, where)
+    entries: Entries = {}
+    if weights == "checkpoint":
+        entries = {canonical_name(name): entry for name, entry in opened.entries().items()}
+    _check_target(config, layers, target, where)
+    _check_tensors(config, entries, target, where)
+    width = target.hidden_size
+    place = layers_place(
+        target,
+        layers.divided,
+        lambda place: BlockHead(config, layers, width, place).layers,
+        is_quantised=opened.is_quantised,
+    )
+    with torch.no_grad():
+        head = BlockHead(config, layers, width, place)
+        rows = config.draft_vocab_size
+        place_tables(head, entries, target, where, num_rows=rows, brings_head=False)
+        head.add_heads(target.vocab_size)
+        fill(head, opened, weights=weights, seed=seed)
+        head.vocab_map = vocab_map(head, entries, target, weights, where)
+        shares = share_equal_embedding(head, target)
+        if config.scales_embedding and head.embedding is target.table:
+            head.embed_scale = getattr(target, "embed_scale", None)
+        if weights == "checkpoint":
+            _read_mask_embedding(head, opened)
+        head.spec = _spec(head, target, shares)
+        head.ban(suppressed(head, target))
+    return head
+
+
+def _check_target(
+    config: BlockConfig, layers: DenseConfig, target: TargetModel, where: str
+) -> None:
+    pairs = (
+        ("target_hidden_size", config.target_hidden_size, "hidden size", target.hidden_size),
+        ("num_target_layers", config.num_target_layers, "number of layers", target.num_layers),
+        ("vocab_size", layers.vocab_size, "vocabulary", target.vocab_size),
+    )
+    for key, stated, words, found in pairs:
+        if stated not in (None, found):
+            raise CheckpointError(
+                f"drafter {where!r} was made for a target whose {words} is {stated} ({key}); this "
+                f"target's is {found}: give the drafter of this target"
+            )
+    check_aux_layer_ids(config.aux_layer_ids, target.num_layers, where)
+    if config.mask_token_id >= target.vocab_size:
+        raise CheckpointError(
+            f"config.json of {where!r}: the mask token (mask_token_id) is {config.mask_token_id}; "
+            f"the target's vocabulary ends at {target.vocab_size - 1}: mend the config"
+        )
+
+
+def _check_tensors(config: BlockConfig, entries: Entries, target: TargetModel, where: str) -> None:
+    if not entries:
+        return
+    if "hidden_norm.weight" not in entries:
+        raise CheckpointError(
+            f"drafter {where!r} has no hidden_norm.weight, the norm of its context features; "
+            f"method={config.method} needs it: download the drafter again"
+        )
+    fc, ids, width = entries.get("fc.weight"), config.aux_layer_ids, target.hidden_size
+    if fc is not None and fc.shape[-1] != len(ids) * width:
+        raise CheckpointError(
+            f"drafter {where!r}: fc.weight is {list(fc.shape)} and reads {fc.shape[-1]} values; "
+            f"its config names {len(ids)} layers of the target, and the target's hidden size is "
+            f"{width}, which makes {len(ids) * width}: the drafter belongs to another target, or "
+            "its layer ids are wrong"
+        )
+
+
+def _read_mask_embedding(head: BlockHead, opened: Checkpoint) -> None:
+    """Sets the row that mask tokens enter with, if a file beside the weights holds it."""
+    file = opened.folder / MASK_EMBEDDING
+    if not file.is_file():
+        return
+    try:
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+        token, row = found["mask_token_id"], found["embedding"]
+        row = row.reshape(head.hidden_size).to(head.place.device, head.place.dtype)
+    except (OSError, pickle.UnpicklingError, KeyError, TypeError, RuntimeError, AttributeError):
+        raise CheckpointError(
+            f"{str(file)!r} cannot be read; expected a dictionary of mask_token_id and embedding "
+            f"[{head.hidden_size}]: download the drafter again"
+        ) from None
+    if int(token) != head.config.mask_token_id:
+        raise CheckpointError(
+            f"{str(file)!r} is for the mask token {int(token)}, config.json names "
+            f"{head.config.mask_token_id}; expected the same: download the drafter again"
+        )
+    head.mask_embedding = row
+
+
+def _spec(head: BlockHead, target: TargetModel, shares_embedding: bool) -> DraftSpec:
+    config, layers = head.config, head.shape
+    notes = list(config.notes)
+    if config.scales_embedding and head.embed_scale is not None:
+        notes.append(
+            f"the drafter's tokens enter scaled by {head.embed_scale:g}, as its authors' code "
+            "embeds them for this target"
+        )
+    if layers.max_position_embeddings < target.max_position_embeddings:
+        notes.append(
+            f"the drafter was made for {layers.max_position_embeddings} positions, the target for "
+            f"{target.max_position_embeddings}: drafts further on may be poor"
+        )
+    return DraftSpec(
+        method=config.method,
+        hidden_width=layers.hidden_size,
+        draft_width=layers.hidden_size,
+        vocab_size=head.vocabulary.size,
+        kv_mode="own",
+        position_mode="advance",
+        feedback="pre_norm",
+        shares_embedding=shares_embedding,
+        shares_head="lm_head.weight" not in head.own,
+        aux_layer_ids=config.aux_layer_ids,
+        target_hidden_width=target.hidden_size,
+        has_vocab_map=head.vocab_map is not None,
+        mask_token_id=config.mask_token_id,
+        num_layers=layers.num_layers,
+        format=config.format,
+        notes=tuple(notes),
+        verifier=config.verifier,
+        block_size=config.block_size,
+        samples_anchor=config.samples_anchor,
+    )
