@@ -44,6 +44,7 @@ def random_unified_config(seed: int) -> dict[str, Any]:
     config = {k: v for k, v in random_text_config(seed).items() if k not in ABSENT}
     if SLIDING not in config["layer_types"]:
         config["layer_types"] = [SLIDING, *config["layer_types"][1:]]
+        config.pop("num_kv_shared_layers", None)  # they may leave no full layer with KV
     return config
 
 
