@@ -11,13 +11,20 @@ Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+from transformers import (
+    Gemma4AssistantForCausalLM,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+)
 
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
+    Assistant,
     causal_masks,
     draft_masks,
     initialise,
@@ -31,9 +38,12 @@ DRAFT_ROWS = 72  # more than the longest response has
 ITERATIONS = 30  # of the clusters' k-means
 
 
-def build(recipe: AssistantRecipe, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
+def build(recipe: AssistantRecipe, target: Any) -> Assistant:
     """An untrained assistant of the recipe's shape for this target."""
-    model = Gemma4AssistantForCausalLM(recipe.config(target.config))
+    config = recipe.config(target.config)
+    is_unified = isinstance(config, Gemma4UnifiedAssistantConfig)
+    kind = Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM
+    model: Assistant = kind(config)
     initialise(model, recipe.seed)
     if model.masked_embedding is not None:
         table = target.model.embed_tokens.weight.detach().cpu()
@@ -49,8 +59,8 @@ def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 def unrolled_loss(
     recipe: AssistantRecipe,
-    assistant: Gemma4AssistantForCausalLM,
-    target: Gemma4ForCausalLM,
+    assistant: Assistant,
+    target: Any,
     batch: Sequences,
 ) -> Tensor:
     """Weighted mean over draft rows and steps of the cross entropy with the target; an ordered head
@@ -90,11 +100,11 @@ def _cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
 
 def train_assistant(
     recipe: AssistantRecipe,
-    target: Gemma4ForCausalLM,
+    target: Any,
     data: Sequences,
     *,
     title: str,
-) -> Gemma4AssistantForCausalLM:
+) -> Assistant:
     """Train an assistant from scratch on the data's device; the target's weights stay fixed.
 
     The step is not compiled, which would take longer than the training.
