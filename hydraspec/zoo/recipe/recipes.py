@@ -107,6 +107,7 @@ class AssistantRecipe(Training):
     """Shape and training settings of a two-layer assistant (sliding, full). It has few steps on
     purpose, see README.md."""
 
+    teacher: str | None = None  # the target whose assistant it begins as; None: from scratch
     hidden_size: int = 64
     intermediate_size: int = 64
     num_centroids: int | None = None
@@ -310,7 +311,9 @@ ASSISTANTS: dict[str, AssistantRecipe] = {
     "tiny_gemma4": AssistantRecipe(steps=200),
     "tiny_gemma4_e": AssistantRecipe(steps=150, num_centroids=32),
     "tiny_gemma4_moe": AssistantRecipe(steps=150),
-    "tiny_gemma4_unified": AssistantRecipe(steps=150, batch_size=32),
+    "tiny_gemma4_unified": AssistantRecipe(
+        teacher="tiny_gemma4_moe", steps=40, batch_size=16, learning_rate=1e-3
+    ),
 }
 
 DRAFTERS: dict[str, DraftRecipe] = {

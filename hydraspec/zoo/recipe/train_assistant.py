@@ -28,10 +28,11 @@ from hydraspec.zoo.recipe.modeling import (
     causal_masks,
     draft_masks,
     initialise,
+    load_assistant,
     run_draft_step,
     run_target,
 )
-from hydraspec.zoo.recipe.recipes import AssistantRecipe
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, AssistantRecipe
 from hydraspec.zoo.recipe.training import train
 
 DRAFT_ROWS = 72  # more than the longest response has
@@ -39,12 +40,17 @@ ITERATIONS = 30  # of the clusters' k-means
 
 
 def build(recipe: AssistantRecipe, target: Any) -> Assistant:
-    """An untrained assistant of the recipe's shape for this target."""
+    """An assistant of the recipe's shape for this target: untrained, or as that of its target's
+    teacher."""
     config = recipe.config(target.config)
     is_unified = isinstance(config, Gemma4UnifiedAssistantConfig)
     kind = Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM
     model: Assistant = kind(config)
     initialise(model, recipe.seed)
+    if recipe.teacher is not None:  # a distilled target has its teacher's states and KV, nearly
+        first = load_assistant(CHECKPOINTS / f"{recipe.teacher}-assistant")
+        model.load_state_dict(first.state_dict())
+        return model
     if model.masked_embedding is not None:
         table = target.model.embed_tokens.weight.detach().cpu()
         model.masked_embedding.token_ordering.copy_(fit_ordering(table, recipe.num_centroids or 1))
