@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,7 +30,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
 from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 
-Assistant = Gemma4AssistantForCausalLM | Gemma4UnifiedAssistantForCausalLM
+Assistant: TypeAlias = Gemma4AssistantForCausalLM | Gemma4UnifiedAssistantForCausalLM
 GEMMA4 = (Gemma4ForCausalLM, Gemma4UnifiedForCausalLM)
 # Classes of Gemma 4, by family of the target.
 GEMMA4_CLASSES: dict[str, type[PreTrainedModel]] = {
