@@ -32,7 +32,6 @@ PAIRS = (
     ("tiny_gemma4", "peagle"),
     ("tiny_gemma4_e", "gemma4_mtp"),
     ("tiny_gemma4_moe", "gemma4_mtp"),
-    ("tiny_gemma4_unified", "gemma4_mtp"),
     ("tiny_qwen3", "eagle3"),
     ("tiny_qwen3", "peagle"),
     ("tiny_mistral", "eagle"),
