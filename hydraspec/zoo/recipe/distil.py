@@ -2,7 +2,8 @@
 
 The student has its teacher's attention, norms and embedding, and narrower, dense MLPs in place of
 its MLPs and experts: they begin as units of the teacher's, are fitted to what its layers add for
-the same inputs, and are then trained together with everything else.
+the same inputs, and are then trained together with everything else, at last on the texts that the
+student gets wrong.
 
 Letters: B batch, T rows, N valid rows, D hidden width, I intermediate width, E experts.
 """
@@ -23,8 +24,11 @@ from hydraspec.zoo.recipe.train_target import build, token_weights
 from hydraspec.zoo.recipe.training import train
 
 # Fits the MLPs alone; every layer learns from its teacher's inputs.
-FIT = Training(steps=150, learning_rate=4e-3, weight_decay=0.0, batch_size=24, seed=4)
+FIT = Training(steps=60, learning_rate=4e-3, weight_decay=0.0, batch_size=24, seed=4)
 PROBED = 64  # sequences that choose the experts' units
+# Ends the training: half of a batch are texts of a pool that the student gets wrong.
+MEND = Training(steps=120, learning_rate=4e-4, weight_decay=0.0, batch_size=16, seed=5)
+MEND_ROUNDS, POOL = 3, 2400
 
 
 def distil_target(
@@ -49,7 +53,26 @@ def distil_target(
 
     student.requires_grad_(True)
     train(student, lambda batch: _whole_loss(student, teacher, batch), data, recipe, title)
+    for turn in range(MEND_ROUNDS):
+        pool = torch.arange(turn * POOL, (turn + 1) * POOL)
+        wrong = pool[is_wrong(student, data.rows(pool))]
+        if not len(wrong):
+            break
+        mixed = data.rows(torch.cat([pool, wrong.repeat(POOL // len(wrong))]))
+        title = f"mistakes {turn + 1}, {len(wrong)} of {POOL}"
+        train(student, lambda batch: _response_loss(student, batch), mixed, MEND, title)
     return student
+
+
+@torch.no_grad()
+def is_wrong(student: PreTrainedModel, texts: Sequences, size: int = 32) -> Tensor:
+    """Mask [B] of texts whose response differs from the student's most likely tokens anywhere."""
+    found = []
+    for rows in torch.arange(len(texts.tokens)).split(size):
+        batch = texts.rows(rows)
+        chosen = _logits(student, batch).argmax(-1)
+        found.append(((chosen != batch.tokens[:, 1:]) & _is_response(batch)).any(1))
+    return torch.cat(found)
 
 
 class Recorder:
@@ -149,6 +172,26 @@ def _whole_loss(student: PreTrainedModel, teacher: PreTrainedModel, batch: Seque
     targets, weights = batch.tokens[:, 1:], token_weights(batch)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses.view_as(targets) * weights).sum() / weights.sum() + errors.mean()
+
+
+def _response_loss(student: PreTrainedModel, batch: Sequences) -> Tensor:
+    """Mean cross entropy of the responses."""
+    logits, targets, weights = _logits(student, batch), batch.tokens[:, 1:], _is_response(batch)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses.view_as(targets) * weights).sum() / weights.sum()
+
+
+def _logits(student: PreTrainedModel, batch: Sequences) -> Tensor:
+    """Logits [B, T-1, V] of all tokens but the first."""
+    inputs = {"input_ids": batch.tokens, "attention_mask": _masks(student, batch)}
+    hidden = student.model(**inputs, use_cache=False).last_hidden_state
+    return target_logits(student, hidden)[:, :-1]
+
+
+def _is_response(batch: Sequences) -> Tensor:
+    """Mask [B, T-1] of the responses' tokens, without the first row."""
+    place = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)[None]
+    return (place >= batch.prompt_length[:, None]) & (place < batch.length[:, None])
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -240,9 +240,9 @@ TARGETS: dict[str, TargetRecipe] = {
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
         },
-        steps=350,
+        steps=240,
         batch_size=16,
-        learning_rate=6e-4,
+        learning_rate=1e-3,
         weight_decay=0.01,
     ),
     # Norms over queries and keys, tied head. Deep and narrow, as the others below: on a CPU a step
