@@ -20,6 +20,7 @@ TARGETS = (
     "tiny_gemma4",
     "tiny_gemma4_e",
     "tiny_gemma4_moe",
+    "tiny_gemma4_unified",
     "tiny_mistral",
     "tiny_qwen3",
     "tiny_deepseek",

@@ -74,6 +74,7 @@ ZOO_PAIRS = (
     Pair("tiny_gemma4", "peagle", "zoo:tiny_gemma4-peagle"),
     Pair("tiny_gemma4_e", "gemma4_mtp", "zoo:tiny_gemma4_e-assistant"),
     Pair("tiny_gemma4_moe", "gemma4_mtp", "zoo:tiny_gemma4_moe-assistant"),
+    Pair("tiny_gemma4_unified", "gemma4_mtp", "zoo:tiny_gemma4_unified-assistant"),
     Pair("tiny_qwen3", "eagle3", "zoo:tiny_qwen3-eagle3"),
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),

@@ -23,6 +23,7 @@ from hydraspec.models.checkpoint.twins import TWINS, write_twin
 from hydraspec.zoo.recipe import (
     block_files,
     corpus,
+    distil,
     draft_files,
     evaluate,
     modeling,
@@ -39,7 +40,7 @@ from hydraspec.zoo.recipe.batches import Sequences, generate_sequences
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
-TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
+TARGET_EXAMPLES, DISTILLED_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 20_000, 50_000
 CALIBRATION_EXAMPLES = 128
 console = Console()
 
@@ -71,15 +72,23 @@ def make_tokenizer(args: argparse.Namespace) -> None:
 
 
 def make_target(args: argparse.Namespace) -> None:
-    """Train a target, whose tokenizer must have been made."""
-    folder = args.out / args.name
-    model = train_target.train_target(
-        recipes.TARGETS[args.name],
-        _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
-        title=args.name,
-        compiled=args.compile,
-        max_seconds=args.max_seconds,
-    )
+    """Train a target, whose tokenizer must have been made, and its teacher if it has one."""
+    folder, recipe = args.out / args.name, recipes.TARGETS[args.name]
+    if recipe.teacher is not None:
+        model = distil.distil_target(
+            recipe,
+            modeling.load_target(args.out / recipe.teacher, args.device),
+            _data(args, DISTILLED_EXAMPLES, TARGET_DATA_SEED),
+            title=args.name,
+        )
+    else:
+        model = train_target.train_target(
+            recipe,
+            _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
+            title=args.name,
+            compiled=args.compile,
+            max_seconds=args.max_seconds,
+        )
     train_target.save_target(model, folder, _stop_tokens(_load_tokenizer(folder)))
 
 

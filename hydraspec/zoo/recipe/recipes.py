@@ -10,6 +10,8 @@ from transformers import (
     DeepseekV3Config,
     Gemma4AssistantConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedTextConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen3Config,
@@ -42,6 +44,7 @@ _GEMMA4_COMMON: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gemma4": (Gemma4TextConfig, _GEMMA4_COMMON),
+    "gemma4_unified": (Gemma4UnifiedTextConfig, _GEMMA4_COMMON),
     "qwen3": (Qwen3Config, {**_COMMON, "head_dim": 32}),
     "mistral": (MistralConfig, {**_COMMON, "head_dim": 32, "sliding_window": None}),
     "deepseek_v3": (DeepseekV3Config, _COMMON),
@@ -81,6 +84,7 @@ class TargetRecipe(Training):
 
     shape: dict[str, Any]
     family: str = "gemma4"
+    teacher: str | None = None  # the target that it is distilled from; None: trained from scratch
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
@@ -88,8 +92,9 @@ class TargetRecipe(Training):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of first steps in which the learning rate rises, the same for all targets."""
-        return 200
+        """Number of first steps in which the learning rate rises, the same for all targets that are
+        trained from scratch."""
+        return 200 if self.teacher is None else 20
 
     def config(self) -> Any:
         """A new config of the family's class."""
@@ -102,6 +107,7 @@ class AssistantRecipe(Training):
     """Shape and training settings of a two-layer assistant (sliding, full). It has few steps on
     purpose, see README.md."""
 
+    teacher: str | None = None  # the target whose assistant it begins as; None: from scratch
     hidden_size: int = 64
     intermediate_size: int = 64
     num_centroids: int | None = None
@@ -113,7 +119,9 @@ class AssistantRecipe(Training):
     step_weights: tuple[float, ...] = field(default=(1.0, 0.8, 0.6, 0.3))
     seed: int = 2
 
-    def config(self, target: Gemma4TextConfig) -> Gemma4AssistantConfig:
+    def config(
+        self, target: Gemma4TextConfig | Gemma4UnifiedTextConfig
+    ) -> Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig:
         """The assistant's config; its KV shapes are the target's."""
         layer = {kind: target.layer_types.index(kind) for kind in (SLIDING, FULL)}
         kv_heads = {k: target.per_layer_config[i].num_key_value_heads for k, i in layer.items()}
@@ -128,12 +136,15 @@ class AssistantRecipe(Training):
             "num_hidden_layers": 2,
             "num_kv_shared_layers": 2,
             "layer_types": [SLIDING, FULL],
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
             "final_logit_softcapping": None,
         }
-        return Gemma4AssistantConfig(
-            text_config={**shape, "model_type": "gemma4_text"},
+        kind: type[Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig]
+        kind = Gemma4UnifiedAssistantConfig
+        if isinstance(target, Gemma4TextConfig):
+            kind = Gemma4AssistantConfig
+            shape |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+        return kind(
+            text_config={**shape, "model_type": target.model_type},
             backbone_hidden_size=target.hidden_size,
             use_ordered_embeddings=self.num_centroids is not None,
             num_centroids=self.num_centroids or 2048,
@@ -239,6 +250,25 @@ TARGETS: dict[str, TargetRecipe] = {
         steps=8000,
         learning_rate=2.5e-3,
     ),
+    # The shape of the 12B: dense, k_eq_v full layers with one KV head. It is distilled on one core
+    # of a CPU from a target with the same attention and with experts.
+    "tiny_gemma4_unified": TargetRecipe(
+        family="gemma4_unified",
+        teacher="tiny_gemma4_moe",
+        shape={
+            "hidden_size": 96,
+            "intermediate_size": 224,
+            "num_hidden_layers": 12,
+            "layer_types": layer_types(12, 6),
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        steps=240,
+        batch_size=16,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+    ),
     # Norms over queries and keys, tied head. Deep and narrow, as the others below: on a CPU a step
     # over several rows then costs little more than a step over one.
     "tiny_qwen3": TargetRecipe(
@@ -305,6 +335,9 @@ ASSISTANTS: dict[str, AssistantRecipe] = {
     "tiny_gemma4": AssistantRecipe(steps=200),
     "tiny_gemma4_e": AssistantRecipe(steps=150, num_centroids=32),
     "tiny_gemma4_moe": AssistantRecipe(steps=150),
+    "tiny_gemma4_unified": AssistantRecipe(
+        teacher="tiny_gemma4_moe", steps=40, batch_size=16, learning_rate=1e-3
+    ),
 }
 
 DRAFTERS: dict[str, DraftRecipe] = {

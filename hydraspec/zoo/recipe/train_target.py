@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Gemma4ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
     CLASSES,
+    GEMMA4,
+    GEMMA4_CLASSES,
     initialise,
     prepare,
     run_target,
@@ -27,10 +29,10 @@ PROMPT_WEIGHT = 0.05
 
 def build(recipe: TargetRecipe) -> PreTrainedModel:
     """An untrained target of the recipe's shape."""
-    model: PreTrainedModel = CLASSES.get(recipe.family, Gemma4ForCausalLM)(recipe.config())
+    model: PreTrainedModel = (CLASSES | GEMMA4_CLASSES)[recipe.family](recipe.config())
     model.config._experts_implementation = "zoo_dense"
     initialise(model, recipe.seed)
-    if isinstance(model, Gemma4ForCausalLM):
+    if isinstance(model, GEMMA4):
         vary_layer_scalars(model)
     else:
         prepare(model, recipe.seed)
