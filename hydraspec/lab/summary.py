@@ -234,9 +234,6 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         },
         "devices": info.devices or [info.device],
         "seed": config.seed,
-        "quantization": {
-            "target": info.quantization,
-            "drafter": cast(Json, (info.draft_spec or {}).get("quantization")),
-        },
+        "quantization": quantization(info),
         "draft_spec": info.draft_spec,
     }
