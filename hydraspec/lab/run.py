@@ -77,8 +77,9 @@ def run(
         )
         try:
             measurement.warm_up()
-            if (costs := measurement.method.engine.info.costs) is not None:
-                folder.write_costs(costs.as_json() | {KEY: quantization(measurement.method.engine.info)})
+            info = measurement.method.engine.info
+            if info.costs is not None:
+                folder.write_costs(info.costs.as_json() | {KEY: quantization(info)})
             measurement.run()
             lossless = _look_at_outputs(loaded, measurement, recorder)
         except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from typing import cast
 
 from hydraspec.config.schema import RunConfig, Verification, WorkloadConfig
 from hydraspec.engine.base import EngineInfo
+from hydraspec.lab.formats import quantization
 from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment

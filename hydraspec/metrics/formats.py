@@ -4,7 +4,7 @@ them, in words: reports name them, and costs of one format are not used for anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FLOAT = "float"
@@ -50,3 +50,24 @@ def formats_of(content: Mapping[str, object]) -> Formats | None:
         return None
     has_drafter = content.get("method", "") != "none"
     return Formats(words(found.get("target")), words(found.get("drafter")) if has_drafter else None)
+
+
+def shared_words(found: Sequence[Formats | None]) -> str:
+    """The formats that all have, such as "number formats: target fp8 per channel, drafter float";
+    empty where they differ, are not known or are all float."""
+    first = found[0] if found and len(set(found)) == 1 else None
+    return "" if first is None or first.is_plain else f"number formats: {first}"
+
+
+def columns(found: Sequence[Formats | None]) -> list[tuple[str, list[str]]]:
+    """Columns of a table with a line for each of `found`: "target format" and "drafter format",
+    each only where the lines differ in it; a dash for none or unknown."""
+    sides = {
+        "target format": [each and each.target for each in found],
+        "drafter format": [each and each.drafter for each in found],
+    }
+    return [
+        (heading, [value or "-" for value in values])
+        for heading, values in sides.items()
+        if len(set(values) - {None}) > 1
+    ]

@@ -38,7 +38,7 @@ SUMMARY_KEYS = (
     *("engine", "target", "target_checkpoint", "method", "drafter", "num_speculative_tokens"),
     *("verification", "parallelism", "seed", "temperature", "concurrency"),
     *("num_requests", "num_requests_in_workload", "num_errors"),
-    *("acceptance_rate_per_position", "speedup", "accuracy", "lossless"),
+    *("acceptance_rate_per_position", "speedup", "accuracy", "lossless", "quantization"),
 )
 ENVIRONMENT_KEYS = ("device", "cpu", "gpus", "num_threads", "versions", "git")
 PER_POSITION = ("reached_per_position", "accepted_per_position")  # lists of K

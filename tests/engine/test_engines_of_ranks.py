@@ -21,6 +21,7 @@ TARGETS = (
     "tiny_gemma4_e",
     "tiny_gemma4_moe",
     "tiny_mistral",
+    "tiny_ministral3",
     "tiny_qwen3",
     "tiny_deepseek",
 )

@@ -39,6 +39,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
 TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
 CALIBRATION_EXAMPLES = 128
+CONTINUED_TARGET_EXAMPLES, CONTINUED_EXAMPLES = 20_000, 4_000  # training goes on from weights
 console = Console()
 
 
@@ -70,10 +71,11 @@ def make_tokenizer(args: argparse.Namespace) -> None:
 
 def make_target(args: argparse.Namespace) -> None:
     """Train a target, whose tokenizer must have been made."""
-    folder = args.out / args.name
+    folder, recipe = args.out / args.name, recipes.TARGETS[args.name]
+    examples = TARGET_EXAMPLES if recipe.start is None else CONTINUED_TARGET_EXAMPLES
     model = train_target.train_target(
-        recipes.TARGETS[args.name],
-        _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
+        recipe,
+        _data(args, examples, TARGET_DATA_SEED),
         title=args.name,
         compiled=args.compile,
         max_seconds=args.max_seconds,
@@ -100,9 +102,17 @@ def make_assistant(args: argparse.Namespace) -> None:
 def make_drafters(args: argparse.Namespace) -> None:
     """Train a target's drafters with their own KV, or --drafter alone; the target must be made."""
     target = modeling.load_target(args.out / args.name, args.device)
-    data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
-    for name, recipe in _drafters(args).items():
-        head = train_drafter.train_drafter(recipe, target, data, title=name)
+    chosen = _drafters(args)
+    is_continued = all(recipe.start is not None for recipe in chosen.values())
+    examples = CONTINUED_EXAMPLES if is_continued else ASSISTANT_EXAMPLES
+    data = _data(args, examples, ASSISTANT_DATA_SEED)
+    for name, recipe in chosen.items():
+        weights = None
+        if recipe.start is not None:
+            first = recipes.DRAFTERS[recipe.start]
+            source = draft_files.folder_of(recipe.start, first)
+            weights = draft_files.load_head(source, first, target).state_dict()
+        head = train_drafter.train_drafter(recipe, target, data, title=name, weights=weights)
         draft_files.save_head(head, recipe, target, draft_files.folder_of(name, recipe, args.out))
 
 
