@@ -145,8 +145,9 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     for group in found.groups if not found.formats else ():
         tell(group, console)
     print_block(console, _table(found))
-    for each in found.formats:
-        print_block(console, formats.block(each))
+    for block in map(formats.block, found.formats):
+        print_block(console, block)
+        console.print(printable(block.note), markup=False, soft_wrap=True)
     for group in found.groups:
         show(group, title=_title(group), console=console)
     for note in (NO_INTERVAL, *_notes(found)):

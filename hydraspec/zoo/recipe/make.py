@@ -39,7 +39,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
 TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
 CALIBRATION_EXAMPLES = 128
-CONTINUED_TARGET_EXAMPLES, CONTINUED_EXAMPLES = 20_000, 4_000  # training goes on from weights
+CONTINUED_TARGET_EXAMPLES, CONTINUED_EXAMPLES = 20_000, 1_000  # training goes on from weights
 console = Console()
 
 

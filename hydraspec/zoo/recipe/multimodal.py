@@ -50,9 +50,7 @@ def wrap(text: PreTrainedModel) -> Mistral3ForConditionalGeneration:
 def unwrap(folder: Path) -> PreTrainedModel:
     """The text model of a wrapped checkpoint's folder, in float32."""
     wrapped = Mistral3ForConditionalGeneration.from_pretrained(str(folder), dtype=torch.float32)
-    config = wrapped.config.text_config
-    config.architectures, config.dtype = ["Ministral3ForCausalLM"], torch.float32
-    text = Ministral3ForCausalLM(config)
+    text = Ministral3ForCausalLM(wrapped.config.text_config)
     text.model, text.lm_head = wrapped.model.language_model, wrapped.lm_head
     assert wrapped.generation_config is not None
     text.generation_config = wrapped.generation_config
@@ -60,8 +58,11 @@ def unwrap(folder: Path) -> PreTrainedModel:
 
 
 def write_stop_tokens(folder: Path, stop_tokens: list[int]) -> None:
-    """Write the stop tokens into both configs of a wrapped checkpoint, with keys in order."""
+    """Write the stop tokens into both configs of a wrapped checkpoint, with keys in order, and the
+    type once."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    for inner in (config["text_config"], config["vision_config"]):
+        inner.pop("dtype", None)
     config["eos_token_id"] = config["text_config"]["eos_token_id"] = stop_tokens
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -370,8 +370,8 @@ DRAFTERS: dict[str, DraftRecipe] = {
         start="tiny_mistral-eagle",
         layer=LayerShape(hidden_size=80, intermediate_size=200, rope_theta=1e6, yarn=YARN),
         num_layers=2,
-        batch_size=32,
-        steps=100,
+        batch_size=16,
+        steps=40,
     ),
     # Goes into its target's own folder.
     "tiny_deepseek-mtp": DraftRecipe(
