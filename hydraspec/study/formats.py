@@ -270,7 +270,7 @@ def verdict(found: Formats) -> Verdict:
     best, rivals = found.best, found.rivals
     same = [one for one in found.jobs if one.target == found.reference.target]
     gain = best.tokens_per_second / same[0].tokens_per_second
-    beside = "" if best in same else f", {gain:.2f}x of the fastest job of {same[0].target}"
+    beside = "" if best in same else f", {gain:.2f}x the fastest job of {same[0].target}"
     if rivals:
         names = ", ".join(one.title for one in rivals)
         first = f"It cannot be told which format is the fastest: {best.title} has"
