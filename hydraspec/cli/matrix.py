@@ -86,7 +86,7 @@ PROOFS: dict[str, Mapping[str, Sequence[str]]] = {
         "tp2", "tp4", target=(*GEMMA, *OTHERS), method=("none",)
     ),
     f"{OF_RANKS}::test_ranks_of_a_quantised_target_choose_the_tokens_of_one": _native(
-        "tp2", "tp4", target=QUANTISED, method=("none",)
+        "tp2", "tp4", target=(*QUANTISED, RAGGED), method=("none",)
     ),
     "tests/engine/test_tensor_parallel.py::test_fuzzed_engines_on_ranks": _native(
         "tp2", "tp4", method=DRAFTERS

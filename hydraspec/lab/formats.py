@@ -5,13 +5,11 @@ were measured in other formats.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import EngineInfo
-from hydraspec.metrics.files import Json
-from hydraspec.metrics.formats import KEY, Formats, formats_of
+from hydraspec.metrics.formats import KEY, Formats, formats_of, recorded
 from hydraspec.metrics.run_files import read_object
 from hydraspec.metrics.summary import Quantization
 
@@ -20,8 +18,7 @@ COSTS = "method.costs"
 
 def quantization(info: EngineInfo) -> Quantization:
     """The formats of target and drafter by kind of matrix, None where all is float."""
-    spec = info.draft_spec or {}
-    return {"target": info.quantization, "drafter": cast(Json, spec.get(KEY))}
+    return recorded(info.quantization, info.draft_spec)
 
 
 def formats(info: EngineInfo) -> Formats:

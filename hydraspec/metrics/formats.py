@@ -6,9 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.summary import Quantization
 
 FLOAT = "float"
 KEY = "quantization"  # of summary.json, costs.json and predict.json
+
+
+def recorded(
+    target: Mapping[str, str] | None, drafter: Mapping[str, object] | None
+) -> Quantization:
+    """The record of a loaded target's formats by kind of matrix, and of those in the normalised
+    drafter; None where all is float."""
+    return {"target": target, "drafter": cast(Json, (drafter or {}).get(KEY))}
 
 
 @dataclass(slots=True, frozen=True)

@@ -26,10 +26,9 @@ from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine
 from hydraspec.engine.costs import StepTimes
 from hydraspec.errors import WorkloadError
-from hydraspec.lab.formats import quantization
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
-from hydraspec.metrics.formats import KEY
+from hydraspec.metrics.formats import KEY, recorded
 from hydraspec.metrics.meter import cost_ratio, finished_pairs, speedup
 from hydraspec.metrics.paired import balanced
 from hydraspec.types import Request
@@ -129,7 +128,7 @@ class Prediction:
                 "method": info.method,
                 "device": info.devices[0] if info.devices else info.device,
                 "dtype": info.dtype,
-                KEY: quantization(info),
+                KEY: recorded(info.quantization, info.draft_spec),
             },
             notes=notes,
             drafter_times=Costs(engine).times,
