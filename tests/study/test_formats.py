@@ -13,9 +13,9 @@ from rich.console import Console
 from studied_runs import configure, copied, edit, edit_rows, summary_of
 
 from hydraspec.errors import ConfigurationError
-from hydraspec.study import contents, formats, groups
+from hydraspec.study import baseline, contents, formats, groups
 from hydraspec.study.compare import compared
-from hydraspec.study.jobs import baseline_keys, pool
+from hydraspec.study.jobs import baseline_keys, check_alike, pool
 from hydraspec.study.runs import read_run
 from hydraspec.study.sweep import compare, read
 
@@ -203,3 +203,16 @@ def test_formats_that_all_jobs_share_are_said_once(studied: Path) -> None:
     shared = "number formats: target int4 group 16, drafter float"
     assert f"All jobs have {shared}." in console.export_text()
     assert shared in contents.study(groups.read([studied])).facts
+
+
+def test_a_stored_baseline_is_of_one_format(studied: Path, tmp_path: Path) -> None:
+    """The gate refuses runs of a target that was quantised after its baseline was written."""
+    edit(studied / "0", quantization=FLOAT)
+    stored = tmp_path / "gate.json"
+    baseline.write(stored, baseline.usable([studied / "0"]))
+    ((kept, _),) = baseline.read(stored)
+    assert str(kept.runs[0].formats) == "target float, drafter float"
+    edit(studied / "0", quantization={"target": FP8, "drafter": None})
+    check = [kept, *baseline.usable([studied / "0"])]
+    with pytest.raises(ConfigurationError, match="other number format of the target"):
+        check_alike(check)
