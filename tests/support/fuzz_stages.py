@@ -78,6 +78,7 @@ ZOO_PAIRS = (
     Pair("tiny_qwen3", "eagle3", "zoo:tiny_qwen3-eagle3"),
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),
+    Pair("tiny_ministral3", "eagle", "zoo:tiny_ministral3-eagle"),
     Pair("tiny_deepseek", "mtp"),
     Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
 )
@@ -90,6 +91,8 @@ QUANTISED_PAIRS = (
     Pair("tiny_mistral_fp8", "eagle", "zoo:tiny_mistral_fp8-eagle"),
     Pair("tiny_deepseek_fp8", "mtp"),
 )
+# In blocks of 128, which divides neither of its widths: ranks cannot divide it.
+RAGGED = Pair("tiny_gemma4_fp8_block", "gemma4_mtp", "zoo:tiny_gemma4-assistant")
 RANDOM_PAIRS = (
     *(Pair(f"random {name}", "gemma4_mtp", "assistant") for name in RANDOM_GEMMAS),
     Pair("random eagle on llama", "eagle", "drafter"),

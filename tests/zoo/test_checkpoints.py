@@ -34,14 +34,16 @@ TARGET_LIMITS = {
     "tiny_gemma4_unified": 2.7 * MEGABYTE,
     "tiny_qwen3": 3.1 * MEGABYTE,
     "tiny_mistral": 2.6 * MEGABYTE,
+    "tiny_ministral3": 2.6 * MEGABYTE,
     "tiny_deepseek": 3 * MEGABYTE,
 }
-OTHER_TARGET_LIMIT, ASSISTANT_LIMIT, ZOO_LIMIT = 4 * MEGABYTE, 700_000, 38 * MEGABYTE
+OTHER_TARGET_LIMIT, ASSISTANT_LIMIT, ZOO_LIMIT = 4 * MEGABYTE, 700_000, 41 * MEGABYTE
 WORKLOAD_KEYS = {"id", "messages", "category", "answer"}
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "config.json").read_text()))
+    raw = dict(json.loads((folder / "config.json").read_text()))
+    return raw.get("text_config", {}) | raw  # a multimodal wrapper's has the text model's inside
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

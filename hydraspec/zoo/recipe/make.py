@@ -42,6 +42,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
 TARGET_EXAMPLES, DISTILLED_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 20_000, 50_000
 CALIBRATION_EXAMPLES = 128
+CONTINUED_TARGET_EXAMPLES, CONTINUED_EXAMPLES = 20_000, 1_000  # training goes on from weights
 console = Console()
 
 
@@ -82,9 +83,10 @@ def make_target(args: argparse.Namespace) -> None:
             title=args.name,
         )
     else:
+        examples = TARGET_EXAMPLES if recipe.start is None else CONTINUED_TARGET_EXAMPLES
         model = train_target.train_target(
             recipe,
-            _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
+            _data(args, examples, TARGET_DATA_SEED),
             title=args.name,
             compiled=args.compile,
             max_seconds=args.max_seconds,
@@ -120,11 +122,19 @@ def make_drafters(args: argparse.Namespace) -> None:
             if (block.num_texts, block.aux_layer_ids) == (count, aux_layer_ids):
                 made = train_block.train_block(block, target, texts, title=name, kept=kept)
                 block_files.save_block(made, block, target, args.out / name)
-    if not _drafters(args):
+    chosen = _drafters(args)
+    if not chosen:
         return
-    data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
-    for name, recipe in _drafters(args).items():
-        head = train_drafter.train_drafter(recipe, target, data, title=name)
+    is_continued = all(recipe.start is not None for recipe in chosen.values())
+    examples = CONTINUED_EXAMPLES if is_continued else ASSISTANT_EXAMPLES
+    data = _data(args, examples, ASSISTANT_DATA_SEED)
+    for name, recipe in chosen.items():
+        weights = None
+        if recipe.start is not None:
+            first = recipes.DRAFTERS[recipe.start]
+            source = draft_files.folder_of(recipe.start, first)
+            weights = draft_files.load_head(source, first, target).state_dict()
+        head = train_drafter.train_drafter(recipe, target, data, title=name, weights=weights)
         draft_files.save_head(head, recipe, target, draft_files.folder_of(name, recipe, args.out))
 
 

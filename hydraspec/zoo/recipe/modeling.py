@@ -1,5 +1,5 @@
 """Builds, masks, runs and saves models of transformers as the zoo needs them: Gemma 4 with its
-assistants first, then the plain targets Qwen3, Mistral and DeepSeek-V3.
+assistants first, then the plain targets Qwen3, Mistral, Ministral 3 and DeepSeek-V3.
 
 Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft steps, V vocabulary.
 """
@@ -21,6 +21,7 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4UnifiedAssistantForCausalLM,
     Gemma4UnifiedForCausalLM,
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
@@ -28,6 +29,7 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
+from hydraspec.zoo.recipe import multimodal
 from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 
 Assistant: TypeAlias = Gemma4AssistantForCausalLM | Gemma4UnifiedAssistantForCausalLM
@@ -40,6 +42,7 @@ GEMMA4_CLASSES: dict[str, type[PreTrainedModel]] = {
 CLASSES: dict[str, type[PreTrainedModel]] = {
     "qwen3": Qwen3ForCausalLM,
     "mistral": MistralForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
 }
 ROUTER_BIAS = "e_score_correction_bias"
@@ -190,7 +193,13 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]
     generation.bos_token_id, generation.pad_token_id = 2, 0
     generation.eos_token_id = stop_tokens
     biases = {n: b.float() for n, b in model.named_buffers() if n.endswith(ROUTER_BIAS)}
-    model.to(torch.bfloat16).save_pretrained(str(folder))
+    model.to(torch.bfloat16)
+    if isinstance(model, Ministral3ForCausalLM):
+        multimodal.wrap(model).save_pretrained(str(folder))
+        (folder / "model.safetensors").chmod(0o644)
+        multimodal.write_stop_tokens(folder, stop_tokens)
+        return
+    model.save_pretrained(str(folder))
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["model_type"] in CLASSES:
@@ -234,6 +243,8 @@ def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
 def load_target(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The target of a folder, in float32, for evaluation; MTP layers are not read."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
+    if kind == multimodal.MODEL_TYPE:
+        return multimodal.unwrap(folder).to(device).eval()
     classes = CLASSES | GEMMA4_CLASSES
     model: PreTrainedModel = classes[kind.removesuffix("_text")].from_pretrained(
         str(folder), dtype=torch.float32

@@ -12,17 +12,19 @@ from transformers import (
     Gemma4TextConfig,
     Gemma4UnifiedAssistantConfig,
     Gemma4UnifiedTextConfig,
+    Ministral3Config,
     MistralConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
 
-from hydraspec.zoo.recipe.draft_heads import LayerShape
+from hydraspec.zoo.recipe.draft_heads import LayerShape, Yarn
 from hydraspec.zoo.recipe.tokenizer import VOCAB_SIZE
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 SEQUENCE_LENGTH = 136
 SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = Yarn(factor=32.0, length=64, beta_fast=1.0, beta_slow=0.25, query_beta=0.4)
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -47,6 +49,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gemma4_unified": (Gemma4UnifiedTextConfig, _GEMMA4_COMMON),
     "qwen3": (Qwen3Config, {**_COMMON, "head_dim": 32}),
     "mistral": (MistralConfig, {**_COMMON, "head_dim": 32, "sliding_window": None}),
+    "ministral3": (Ministral3Config, {**_COMMON, "head_dim": 32, "sliding_window": None}),
     "deepseek_v3": (DeepseekV3Config, _COMMON),
 }
 
@@ -85,6 +88,7 @@ class TargetRecipe(Training):
     shape: dict[str, Any]
     family: str = "gemma4"
     teacher: str | None = None  # the target that it is distilled from; None: trained from scratch
+    start: str | None = None  # a trained target of the same tensors; None: from scratch
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
@@ -94,7 +98,7 @@ class TargetRecipe(Training):
     def warmup_steps(self) -> int:
         """Number of first steps in which the learning rate rises, the same for all targets that are
         trained from scratch."""
-        return 200 if self.teacher is None else 20
+        return 200 if self.teacher is None and self.start is None else 20
 
     def config(self) -> Any:
         """A new config of the family's class."""
@@ -162,6 +166,7 @@ class DraftRecipe(Training):
     target: str
     layer: LayerShape | None = None  # None: the target's own block (MTP)
     num_layers: int = 1
+    start: str | None = None  # a trained head of the same tensors; None: from scratch
     aux_layer_ids: tuple[int, ...] = ()
     draft_vocab_size: int | None = None  # None: the target's
     norm_before_residual: bool = False
@@ -300,6 +305,33 @@ TARGETS: dict[str, TargetRecipe] = {
         batch_size=192,
         learning_rate=2e-3,
     ),
+    # tiny_mistral's weights, trained on with YaRN, whose gain is not 1, and queries that grow from
+    # position 64 on, which is inside the workload's texts. In Mistral's multimodal wrapper.
+    "tiny_ministral3": TargetRecipe(
+        family="ministral3",
+        start="tiny_mistral",
+        shape={
+            "hidden_size": 80,
+            "intermediate_size": 200,
+            "num_hidden_layers": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": YARN.factor,
+                "original_max_position_embeddings": YARN.length,
+                "beta_fast": YARN.beta_fast,
+                "beta_slow": YARN.beta_slow,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": YARN.query_beta,
+            },
+        },
+        steps=160,
+        batch_size=24,
+        learning_rate=7e-4,
+    ),
     # Latent attention; three dense layers, then experts in groups of two; one MTP layer last.
     "tiny_deepseek": TargetRecipe(
         family="deepseek_v3",
@@ -386,6 +418,17 @@ DRAFTERS: dict[str, DraftRecipe] = {
         layer=LayerShape(hidden_size=80, intermediate_size=200, rope_theta=1e6),
         num_layers=2,
         steps=400,
+    ),
+    # Mistral's own layout says whether YaRN's gain is applied, and has no mscale_all_dim: the gain
+    # of the head is larger than its target's.
+    "tiny_ministral3-eagle": DraftRecipe(
+        kind="eagle",
+        target="tiny_ministral3",
+        start="tiny_mistral-eagle",
+        layer=LayerShape(hidden_size=80, intermediate_size=200, rope_theta=1e6, yarn=YARN),
+        num_layers=2,
+        batch_size=16,
+        steps=40,
     ),
     # Goes into its target's own folder.
     "tiny_deepseek-mtp": DraftRecipe(
