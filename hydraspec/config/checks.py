@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from hydraspec.config.benches import BENCH, BENCHES, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
-from hydraspec.config.messages import listing, refusal
+from hydraspec.config.messages import listing, refusal, show
 from hydraspec.config.metrics import METRICS_RULES, without_drafts
 from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
@@ -382,4 +382,18 @@ def _without_effect(config: RunConfig) -> list[str]:
             notes.append("method.draft_sampling=probabilistic drafts greedily at temperature 0")
     if config.cudagraph.name == "none" and config.cudagraph.capture_sizes is not None:
         notes.append("cudagraph.capture_sizes has no effect with cudagraph=none")
-    return notes + without_drafts(config) + without_effect(config)
+    return notes + _without_weights(config) + without_drafts(config) + without_effect(config)
+
+
+def _without_weights(config: RunConfig) -> list[str]:
+    """Warnings of keys for a draft head where the method has none."""
+    method = config.method
+    if method.needs_checkpoint or method.name == "none":
+        return []
+    found = {"weights": method.weights.value, "draft_sampling": method.draft_sampling.value}
+    usual = {"weights": "checkpoint", "draft_sampling": "greedy", "checkpoint": None}
+    return [
+        f"method.{key}={show(value)} has no effect with method={method.name}, which has no weights"
+        for key, value in {**found, "checkpoint": method.checkpoint}.items()
+        if value != usual[key]
+    ]

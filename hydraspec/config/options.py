@@ -12,8 +12,9 @@ from typing import Any
 from hydraspec import plugins
 from hydraspec.config.messages import refusal
 
-OPTIONS: dict[str, str] = {}  # method -> "module:dataclass"; no built-in method has any yet
+OPTIONS = {"ngram": "hydraspec.config.options:NgramOptions"}  # method -> "module:dataclass"
 KEY = "method.options"
+LONGEST = 32  # tokens that method=ngram compares at each place of a text
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -25,6 +26,30 @@ def between(least: float, most: float) -> dict[str, Any]:
     """Field metadata with the range of a number, both ends allowed: `field(metadata=between(1,
     8))`."""
     return {"range": (least, most)}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class NgramOptions:
+    """Options of method=ngram.
+
+    Attributes:
+        prompt_lookup_min: number of last tokens that must have stood together before.
+        prompt_lookup_max: number of last tokens that are looked up at most.
+    """
+
+    prompt_lookup_min: int = dataclasses.field(default=2, metadata=between(1, LONGEST))
+    prompt_lookup_max: int = dataclasses.field(default=5, metadata=between(1, LONGEST))
+
+    def __post_init__(self) -> None:
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least > most:
+            raise refusal(
+                f"{KEY}.prompt_lookup_min",
+                least,
+                f"is above {KEY}.prompt_lookup_max={most}",
+                allowed=f"1 to {most}",
+                remedy="raise prompt_lookup_max, or lower prompt_lookup_min",
+            )
 
 
 def options_of(method: object) -> type:

@@ -274,6 +274,7 @@ class MetricsConfig:
     distribution_prompts: int = 4  # the number of these prompts
     prediction: str | None = None  # a predict.json, or a folder of them, to compare with
     smallest_effect: float = 0.03  # share of the speed; a smaller difference counts as none
+    compare_formats: bool = False  # a sweep's targets are one model in several number formats
 
 
 @dataclass(slots=True, kw_only=True)

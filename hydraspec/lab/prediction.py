@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hydraspec.config.messages import listing, refusal
 from hydraspec.config.schema import PerStep, RunConfig
+from hydraspec.lab.formats import check_same
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.formats import Formats, formats_of
 from hydraspec.metrics.run_files import PREDICTION, read_object
 from hydraspec.metrics.summary import Interval, Prediction
 
@@ -16,10 +18,22 @@ KEY = "metrics.prediction"
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """The prediction for a run's K and concurrency, None without one, and warnings about it."""
+    """The prediction for a run's K and concurrency, None without one, and warnings about it; the
+    value of the key that names it, and the number formats that it was measured in."""
 
     figures: Prediction | None = None
     warnings: list[str] = field(default_factory=list)
+    given: str = ""
+    formats: Formats | None = None
+
+    def check_formats(self, loaded: Formats) -> None:
+        """Refuse a prediction of other number formats than those loaded.
+
+        Raises:
+            ConfigurationError: naming both formats.
+        """
+        remedy = "make one with python -m hydraspec.predict and the keys of this run"
+        check_same(KEY, self.given, self.formats, loaded, remedy)
 
     def beside(self, speedup: Interval | None) -> Prediction | None:
         """The figures with their error relative to the measured speedup, if there is one; None
@@ -54,7 +68,7 @@ def read(config: RunConfig) -> Expected:
     k, at_once = config.method.num_speculative_tokens, _at_once(config)
     for row in match[-1]["predictions"]:
         if (row["num_speculative_tokens"], row["concurrency"]) == (k, at_once):
-            return _expected(row)
+            return replace(_expected(row), given=given, formats=formats_of(match[-1]))
     drafts = k.value if isinstance(k, PerStep) else k
     return Expected(None, [f"{KEY}={given} says nothing of K={drafts} at concurrency {at_once}"])
 

@@ -24,10 +24,12 @@ from hydraspec.lab import (
     verdict,
 )
 from hydraspec.lab.folder import RunFolder
+from hydraspec.lab.formats import check_costs, formats, quantization
 from hydraspec.lab.lost import Beginning, FinishedRequests
 from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.formats import KEY
 from hydraspec.metrics.sinks import Side
 from hydraspec.metrics.summary import Lossless, RunFacts
 from hydraspec.types import NotFiniteError, WorkloadError
@@ -75,8 +77,9 @@ def run(
         )
         try:
             measurement.warm_up()
-            if (costs := measurement.method.engine.info.costs) is not None:
-                folder.write_costs(costs.as_json())
+            info = measurement.method.engine.info
+            if info.costs is not None:
+                folder.write_costs(info.costs.as_json() | {KEY: quantization(info)})
             measurement.run()
             lossless = _look_at_outputs(loaded, measurement, recorder)
         except KeyboardInterrupt:
@@ -125,6 +128,8 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         started = time.perf_counter()
         engine = factory.build_engine(config)
         open_parts.callback(engine.close)
+        check_costs(config, engine.info)
+        expected.check_formats(formats(engine.info))
         workload = _tokenised(config, engine, workload)
         load_s = time.perf_counter() - started
         folder.replace_older_run()

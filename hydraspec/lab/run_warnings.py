@@ -19,6 +19,7 @@ from hydraspec.engine.base import Built, EngineInfo
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.accuracy import NAMES
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
+from hydraspec.metrics.lossless import rounds_inputs
 from hydraspec.metrics.statistics import sign_test
 from hydraspec.metrics.summary import Lossless, Summary
 from hydraspec.study.settings import CONFIG_DIR
@@ -127,7 +128,8 @@ def verdict_warnings(lossless: Lossless, info: EngineInfo) -> list[str]:
             "tokens, and all figures of this run, mean nothing; the weights are broken, or "
             f"{info.dtype} overflows: try another target.dtype"
         )
-    if lossless["verdict"] == "numerical" and info.greedy_is_exact:
+    is_exact = info.greedy_is_exact and not rounds_inputs(info.quantization, info.dtype)
+    if lossless["verdict"] == "numerical" and is_exact:
         found.append(
             f"outputs differ within rounding, but {info.dtype} runs of engine={info.engine} are "
             "expected to be identical: please report this run"

@@ -10,6 +10,7 @@ from typing import cast
 
 from hydraspec.config.schema import RunConfig, Verification, WorkloadConfig
 from hydraspec.engine.base import EngineInfo
+from hydraspec.lab.formats import quantization
 from hydraspec.lab.prediction import Expected
 from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment
@@ -234,9 +235,6 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         },
         "devices": info.devices or [info.device],
         "seed": config.seed,
-        "quantization": {
-            "target": info.quantization,
-            "drafter": cast(Json, (info.draft_spec or {}).get("quantization")),
-        },
+        "quantization": quantization(info),
         "draft_spec": info.draft_spec,
     }

@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from hydraspec.engine.base import Engine, EngineInfo
-from hydraspec.metrics.lossless import LOW_PRECISION
+from hydraspec.metrics.lossless import LOW_PRECISION, rounds_inputs
 from hydraspec.metrics.summary import Divergence, Lossless
 from hydraspec.types import DTYPES, Completion, Request
 
 ROUNDING_FACTOR = 8  # times eps(dtype) · max|logit|: effect of another order of summation
+# Times max|logit|, where inputs are rounded to e4m3: an order of summation decides which of two
+# numbers an eighth apart a value becomes, and all later layers differ (ADR 40).
+E4M3_ROUNDING = 0.125
 SAMPLED = "sampled"
 SYNTHETIC = "synthetic verification"
 NOT_FINISHED = "no greedy request was finished with the method and with the baseline"
@@ -187,7 +190,7 @@ def _divergence(
     shorter = min(len(a), len(b))
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)
     logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]], ours.spans)
-    margin, allowed = (None, None) if logits is None else _margins(logits, engine.info.dtype)
+    margin, allowed = (None, None) if logits is None else _margins(logits, engine.info)
     return {
         "request": request.id,
         "index": request.index,
@@ -199,9 +202,12 @@ def _divergence(
     }
 
 
-def _margins(logits: np.ndarray, dtype: str) -> tuple[float, float]:
+def _margins(logits: np.ndarray, info: EngineInfo) -> tuple[float, float]:
     """Best minus second best of `logits` [V], and what rounding allows there."""
     second, best = np.sort(logits)[-2:]  # NaN sorts last
     largest = np.abs(logits[np.isfinite(logits)]).max(initial=0.0)  # suppressed tokens are at -inf
     margin = float(best - second) if np.isfinite(best) else math.nan
-    return margin, float(ROUNDING_FACTOR * torch.finfo(DTYPES[dtype]).eps * largest)
+    allowed = ROUNDING_FACTOR * torch.finfo(DTYPES[info.dtype]).eps
+    if rounds_inputs(info.quantization, info.dtype):
+        allowed = max(allowed, E4M3_ROUNDING)
+    return margin, float(allowed * largest)

@@ -18,9 +18,10 @@ HEADLINES = {
     "not_checked": ("", "Not checked", ""),  # `reason` says why
 }
 LOW_PRECISION = ("bfloat16", "float16")
+EXACT = "float64"  # here alone two orders of summation round an input to the same e4m3 number
 
-IN_FLOAT32 = (
-    "repeat the run with target.dtype=float32: if it diverges there too, rounding is not the cause"
+IN_ANOTHER_DTYPE = (
+    "repeat the run with target.dtype={}: if it diverges there too, rounding is not the cause"
 )
 WITHOUT_GRAPHS = (
     "repeat the run with cudagraph=none engine.async_scheduling=false, and report both runs"
@@ -29,6 +30,13 @@ WITH_A_TRACE = "repeat the run with metrics.trace=true, and report its folder"
 OTHER_DTYPE = "the target's logits there are NaN or infinite: check the weights and target.dtype"
 MORE_VARIED = "sampling.temperature=2 sampling.top_p=1 sampling.top_k=0"  # enough for the zoo
 SEE_ERRORS = 'see "error" in requests.jsonl'
+
+
+def rounds_inputs(quantization: Mapping[str, str] | None, dtype: str) -> bool:
+    """Returns whether a target with these schemes by module kind rounds inputs to e4m3 numbers, of
+    which another order of summation may give the neighbour: in every dtype but float64."""
+    schemes = (quantization or {}).values()
+    return dtype != EXACT and any(", inputs " in scheme for scheme in schemes)
 
 
 def verdict_words(lossless: Lossless) -> str:
@@ -122,8 +130,11 @@ def what_diverged(summary: Mapping[str, Any]) -> str:
 def _what_to_do(summary: Mapping[str, Any]) -> str:
     if summary["lossless"]["not_finite_in"] is not None:
         return OTHER_DTYPE
+    stored = summary.get("quantization") or {}  # summaries of older versions have none
+    if rounds_inputs(stored.get("target"), summary["dtype"]):
+        return IN_ANOTHER_DTYPE.format(EXACT)
     if summary["dtype"] in LOW_PRECISION:
-        return IN_FLOAT32
+        return IN_ANOTHER_DTYPE.format("float32")
     if summary["engine"] == "native" and summary["cudagraph"]["target"] != "none":
         return WITHOUT_GRAPHS
     return WITH_A_TRACE

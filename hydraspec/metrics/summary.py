@@ -139,7 +139,7 @@ class Divergence(TypedDict):
     # The target's best logit minus its second best, after the common prefix; NaN (null in files)
     # if its best is not finite, which is beyond rounding; null if the engine gives no logits.
     target_margin: float | None
-    allowed_margin: float | None  # 8 · eps(dtype) · max|logit| there
+    allowed_margin: float | None  # there: (8 · eps(dtype), 1/8 with e4m3 inputs) · max|logit|
     method_token: int | None  # null: the output had ended
     baseline_token: int | None
 

@@ -24,6 +24,8 @@ TARGETS: dict[str, str] = {
     "deepseek_v3": "hydraspec.models.deepseek.model:DeepseekTarget.load",
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
+    "gemma4_unified": _GEMMA4,  # a multimodal wrapper around gemma4_unified_text
+    "gemma4_unified_text": _GEMMA4,
     "llama": _DENSE,
     "mimo": _DENSE,
     "ministral": _DENSE,

@@ -20,6 +20,7 @@ SPECULATORS = {
     "peagle": "hydraspec.speculators.peagle:PEagleSpeculator",
     "dflash": "hydraspec.speculators.block:BlockSpeculator",
     "dspark": "hydraspec.speculators.dspark:DSparkSpeculator",
+    "ngram": "hydraspec.speculators.ngram:NgramSpeculator",
     "mtp": "hydraspec.speculators.mtp:MTPSpeculator",
     "gemma4_mtp": "hydraspec.speculators.gemma4:Gemma4Speculator",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_name, drafts_of
+from hydraspec.metrics.formats import shared_words
 from hydraspec.metrics.media import PlainTable
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.blocks import Kind, Verdict
@@ -46,7 +47,8 @@ def question(runs: Runs) -> str:
 
 
 def facts(runs: Runs) -> str:
-    """The number of runs, their load, and the engine, dtype and device that they share."""
+    """The number of runs, their load, and the engine, dtype, device and number formats that they
+    share."""
     summaries = [run.summary for run in runs.runs]
     shared = [
         f"{name} {_values(key, summaries)[0]}"
@@ -57,7 +59,8 @@ def facts(runs: Runs) -> str:
     loads = list(dict.fromkeys(load_words(summary) for summary in summaries))
     requests = _values("num_requests", summaries)
     load = f"{'/'.join(requests)} requests, {loads[0] if len(loads) == 1 else 'several loads'}"
-    return ", ".join([count, load, *shared])
+    formats = shared_words([run.formats for run in runs.runs])
+    return ", ".join([count, load, *shared, *([formats] if formats else [])])
 
 
 def verdict(group: Group) -> Verdict:

@@ -17,6 +17,7 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.draft_lengths import PER_STEP
 from hydraspec.metrics.files import Json, json_line, pretty_json, write_whole
+from hydraspec.metrics.formats import KEY as FORMATS
 from hydraspec.metrics.summary import Summary
 from hydraspec.study.groups import READ, check_summary
 from hydraspec.study.jobs import Job, pool
@@ -174,7 +175,8 @@ def write(file: Path, jobs: Sequence[Job]) -> None:
             kept = [{key: row[key] for key in _keys(Request)} for row in run.rows]
             lines += [json_line(row).rstrip("\n") for row in kept]
             rows = [f"@@request {i}@@" for i in range(first, len(lines))]  # put in below
-            summary = {key: run.summary.get(key) for key in SUMMARY_KEYS}
+            kept_if_known = [FORMATS] if FORMATS in run.summary else []
+            summary = {key: run.summary.get(key) for key in (*SUMMARY_KEYS, *kept_if_known)}
             made.append({"summary": summary, "requests": rows})
         environment = read_environment(job.folder)
         settings = {k: v for k, v in job.runs[0].settings.items() if not k.startswith("tracker.")}

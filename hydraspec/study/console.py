@@ -15,6 +15,7 @@ from hydraspec.errors import printable
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.draft_lengths import drafts_name
+from hydraspec.metrics.formats import formats_of, shared_words
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
@@ -165,6 +166,8 @@ def print_summary(console: Console, summary: Summary) -> None:
     for label, *cells in _table_rows(summary, sides):
         table.add_row(label, *cells[: len(sides)])
     console.print(table)
+    if formats := shared_words([formats_of(summary)]):
+        console.print(f"N{escape(printable(formats))[1:]}", soft_wrap=True)
     for name, side in zip((summary["method"], "none"), sides, strict=False):
         if times := side["step_profile_ms"]:
             console.print(

@@ -12,7 +12,7 @@ from pathlib import Path
 from hydraspec.errors import printable
 from hydraspec.metrics.files import write_whole
 from hydraspec.metrics.run_files import STUDY
-from hydraspec.study import html, wandb_report
+from hydraspec.study import formats, html, wandb_report
 from hydraspec.study.accepted import accepted, by_output_place, over_targets_tokens
 from hydraspec.study.answers import facts, question, verdict
 from hydraspec.study.blocks import Block, Section, Study, Verdict
@@ -49,7 +49,8 @@ BY_ALL: Sequence[Callable[[Runs], Block | None]] = (warned, settings, environmen
 
 def study(runs: Runs, *, asked: str | None = None) -> Study:
     """The report over runs; `asked` is its question, instead of one made from the settings."""
-    sections = []
+    compared = formats.found_in(runs.groups)
+    sections = [formats.section(one) for one in compared]
     for family in runs.families:
         shared = [make(family) for make in BY_FAMILY]
         if len(family.groups) > 1:
@@ -64,7 +65,8 @@ def study(runs: Runs, *, asked: str | None = None) -> Study:
     return Study(
         question=asked or question(runs),
         facts=facts(runs),
-        verdicts=[one for family in runs.families for one in _verdicts(family)],
+        verdicts=[formats.verdict(one) for one in compared]
+        or [one for family in runs.families for one in _verdicts(family)],
         notes=_notes(runs),
         sections=[section for section in sections if section.blocks],
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.draft_figures import draft_share
+from hydraspec.metrics.formats import columns as format_columns
 from hydraspec.metrics.lossless import verdict_words
 from hydraspec.study.blocks import Block, Line, Panel, Table
 from hydraspec.study.charts import (
@@ -61,6 +62,7 @@ def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Bloc
         with_speeds: show the mean throughputs of the runs, in place of the baseline's.
     """
     columns = [*_ranked_columns(group), *(_speed_columns() if with_speeds else [_BASELINE])]
+    columns += _format_columns(group)
     if any(len(one.job.runs) > 1 for one in group.jobs):
         columns.insert(0, ("runs", lambda one: str(len(one.job.runs))))
     lines = [
@@ -106,6 +108,17 @@ def _ranked_columns(group: Group) -> list[Column]:
         ("acceptance length", lambda one: estimate(one.lengths[ALL])),
         (accuracy_name(one.job.summary["accuracy"] for one in group.jobs), _accuracy),
     ]
+
+
+def _format_columns(group: Group) -> list[Column]:
+    """Columns of the number formats in which jobs differ."""
+
+    def cell(of: Mapping[str, str]) -> Callable[[JobFigures], str]:
+        return lambda one: of[one.job.name]
+
+    names = [one.job.name for one in group.jobs]
+    found = format_columns([one.job.runs[0].formats for one in group.jobs])
+    return [(heading, cell(dict(zip(names, cells, strict=True)))) for heading, cells in found]
 
 
 _BASELINE: Column = ("baseline tok/s", lambda one: number(one.baseline_tokens_per_second, 0))

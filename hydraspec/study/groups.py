@@ -181,12 +181,15 @@ def _group(runs: Sequence[Run], is_strict: bool) -> Group:
 
 
 def _conditions(run: Run, *, load: bool) -> dict[str, object]:
-    """The settings of a run under CONDITIONS: with `load` the keys of LOAD, else all other keys."""
-    found = {}
+    """The settings of a run under CONDITIONS: with `load` the keys of LOAD, else all other keys and
+    the target's number format."""
+    found: dict[str, object] = {}
     for key, value in run.settings.items():
         group, _, name = key.partition(".")
         if group in CONDITIONS and (name.partition(".")[0] in LOAD) == load:
             found[key] = value
+    if not load and run.formats is not None:  # a folder may have been quantised between two runs
+        found["target.format"] = run.formats.target
     return dict(sorted(found.items()))
 
 

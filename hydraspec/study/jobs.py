@@ -227,6 +227,8 @@ def _settings(run: Run, *, load: bool) -> dict[str, object]:
     summary: Mapping[str, object] = run.summary
     recorded = (*SETUP, *LOAD) if load else SETUP
     found = {key: summary[key] for key in recorded if key in summary}
+    if run.formats is not None:  # a step's cost is that of one format
+        found["target format"] = run.formats.target
     for key, value in run.settings.items():
         if key.partition(".")[0] in GROUPS and key not in LEFT_OUT:
             found[key] = value
@@ -294,6 +296,8 @@ def _unlike(first: Run, other: Run, difference: str) -> ConfigurationError:
 def _conditions(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
     for key in ("target", "target_checkpoint"):
         yield "target", a.summary.get(key), b.summary.get(key)
+    if a.formats is not None and b.formats is not None:
+        yield "number format of the target", a.formats.target, b.formats.target
     keys = dict.fromkeys([*a.settings, *b.settings])
     for key in keys:
         if key.startswith("sampling.") and key != "sampling.name":

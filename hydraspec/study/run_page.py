@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.files import plain
+from hydraspec.metrics.formats import formats_of, shared_words
 from hydraspec.metrics.lossless import HEADLINES
 from hydraspec.metrics.summary import (
     PROFILE,
@@ -90,6 +91,7 @@ def render(
         "run.html",
         summary=summary,
         made=made,
+        formats=shared_words([formats_of(summary)]),
         verdict=HEADLINES[summary["lossless"]["verdict"]],
         by_position=_by_position(summary) if summary["num_drafts"] else None,
         by_drafts=_by_drafts(summary),

@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from hydraspec.errors import ConfigurationError
 from hydraspec.metrics.checked import mismatch
 from hydraspec.metrics.files import Json, read_json_lines
+from hydraspec.metrics.formats import Formats, formats_of
 from hydraspec.metrics.run_files import (
     BENCH,
     CONFIG,
@@ -104,10 +105,17 @@ class Run:
             return self.settings.get(key)
         return split_words(self.summary.get(key)) or self.settings.get(f"{key}.name")
 
+    @property
+    def formats(self) -> Formats | None:
+        """The number formats of target and drafter; None for summaries that do not say them."""
+        return formats_of(self.summary)
+
     def identity(self) -> dict[str, object]:
-        """The settings that repeats of a run share, and the commit."""
+        """The settings that repeats of a run share, the number formats of its models where they are
+        known, and the commit."""
         keys = {k: v for k, v in self.settings.items() if k.partition(".")[0] not in POOLED}
-        return {**keys, "commit": self.commit}
+        formats = {} if self.formats is None else {"formats": str(self.formats)}
+        return {**keys, **formats, "commit": self.commit}
 
 
 def refuse(what: object, problem: str, *, allowed: str, remedy: str) -> ConfigurationError:

@@ -15,6 +15,7 @@ from hydraspec.errors import ConfigurationError, printable
 from hydraspec.metrics.accuracy import accuracy_name
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.files import Json, pretty_json, write_whole
+from hydraspec.metrics.formats import columns, formats_of, shared_words
 from hydraspec.metrics.lossless import distribution_says
 from hydraspec.metrics.run_files import (
     COMPARISON,
@@ -25,12 +26,13 @@ from hydraspec.metrics.run_files import (
 )
 from hydraspec.metrics.splits import split_words
 from hydraspec.metrics.summary import Interval, Summary
-from hydraspec.study import html, words
+from hydraspec.study import formats, html, words
 from hydraspec.study.answers import verdict
 from hydraspec.study.blocks import Block, Line, Section, Study, Table, Verdict
 from hydraspec.study.compare import section, show, tell, write_tables
 from hydraspec.study.console import WIDE, print_block, table_console
 from hydraspec.study.decision import decide
+from hydraspec.study.formats import Formats
 from hydraspec.study.groups import families_of, unfinished
 from hydraspec.study.jobs import differing_keys
 from hydraspec.study.pairs import ALL
@@ -106,6 +108,7 @@ class Comparison:
         skipped: settings of each skipped job and the reason, by folder.
         groups: the ranked groups: jobs over the same prompts on the same setup.
         unranked: the reasons why jobs could not be ranked.
+        formats: comparisons of one model in several number formats, which then have the answers.
     """
 
     rows: list[Row]
@@ -114,6 +117,7 @@ class Comparison:
     skipped: dict[Path, tuple[dict[str, str], str]]
     groups: list[Group]
     unranked: list[str]
+    formats: list[Formats]
 
 
 def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
@@ -136,9 +140,14 @@ def compare(sweep_dir: Path, *, console: Console | None = None) -> None:
     write_whole(sweep_dir / COMPARISON, pretty_json(_as_json(found)))
     write_whole(page, html.study_page(_as_study(found, sweep_dir), sweep_dir))
     write_tables(sweep_dir, found.groups)
-    for group in found.groups:
+    for answer in (formats.verdict(one) for one in found.formats):
+        console.print(printable(answer.text), markup=False, soft_wrap=True, highlight=False)
+    for group in found.groups if not found.formats else ():
         tell(group, console)
     print_block(console, _table(found))
+    for block in map(formats.block, found.formats):
+        print_block(console, block)
+        console.print(printable(block.note), markup=False, soft_wrap=True)
     for group in found.groups:
         show(group, title=_title(group), console=console)
     for note in (NO_INTERVAL, *_notes(found)):
@@ -173,6 +182,7 @@ def read(sweep_dir: Path) -> Comparison:
         skipped=skipped,
         groups=[group for group in groups if group.reference],
         unranked=unranked,
+        formats=formats.found_in(groups),
     )
 
 
@@ -215,7 +225,9 @@ def _table(found: Comparison) -> Block:
     arrivals = any(row.summary.get("request_rate") is not None for row in found.rows)
     settings = (TITLES.get(column, column) for column in found.columns)
     correct = accuracy_name(row.summary["accuracy"] for row in found.rows)
+    more = columns([formats_of(row.summary) for row in found.rows])
     header = ["job", *settings, *HEADINGS, correct, *(LATENCIES if arrivals else ())]
+    header += [heading for heading, _ in more]
     kinds = {
         run.folder: kind_of(one, group)
         for group in found.groups
@@ -229,11 +241,12 @@ def _table(found: Comparison) -> Block:
                 *(_shown(column, row.settings.get(column)) for column in found.columns),
                 *_figure_cells(row),
                 *(_latency_cells(row.summary) if arrivals else ()),
+                *(cells[i] for _, cells in more),
             ],
             link=row.folder,
             kind=kinds.get(row.folder, ""),
         )
-        for row in found.rows
+        for i, row in enumerate(found.rows)
     }
     for job, (of_job, _) in found.skipped.items():
         cells = [job.name, *(_shown(column, of_job.get(column)) for column in found.columns)]
@@ -281,6 +294,8 @@ def _shown(column: str, value: object) -> str:
 
 def _notes(found: Comparison) -> list[str]:
     notes = [f"{why}." for why in found.unranked]
+    if shared := shared_words([formats_of(row.summary) for row in found.rows]):
+        notes.append(f"All jobs have {shared}.")
     eager = [row.folder.name for row in found.rows if ran_without_graphs(row.summary)]
     if len(eager) > 1 and any(column.startswith("cudagraph") for column in found.columns):
         notes.append(f"Jobs {', '.join(eager)} ran without graphs, whatever cudagraph asked for.")
@@ -291,7 +306,9 @@ def _notes(found: Comparison) -> list[str]:
 
 
 def _answers(found: Comparison) -> list[Verdict]:
-    """The verdicts on the ranked groups."""
+    """The verdicts on formats; without any, those on the ranked groups."""
+    if found.formats:
+        return [formats.verdict(one) for one in found.formats]
     return [verdict(group) for group in found.groups]
 
 
@@ -314,6 +331,7 @@ def _as_json(found: Comparison) -> Json:
             {"job": job.name, **settings, "reason": why}
             for job, (settings, why) in found.skipped.items()
         ],
+        "formats": [formats.as_json(one) for one in found.formats],
         "rankings": [{"settings": group.title, **words.as_json(group)} for group in found.groups],
     }
 
@@ -351,6 +369,7 @@ def _as_study(found: Comparison, folder: Path) -> Study:
         notes=_notes(found),
         verdicts=_answers(found),
         sections=[
+            *(formats.section(one) for one in found.formats),
             *(section(group, _title(group), with_speeds=True) for group in found.groups),
             *([] if _are_ranked(found) else [Section(title="", blocks=[_table(found)])]),
         ],

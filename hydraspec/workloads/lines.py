@@ -184,13 +184,24 @@ class _Line:
         allowed = 'a non-empty list of {"role": "user", "content": "..."}, both strings'
         if not isinstance(value, list) or not value:
             self.refuse("messages", value, allowed)
-        for message in value:
+        for i, message in enumerate(value):
+            if isinstance(message, dict) and isinstance(message.get("content"), list):
+                self.refuse_parts(i, message["content"])
             if not isinstance(message, dict) or set(message) != {"role", "content"}:
                 self.refuse("messages", message, allowed)
             if not all(isinstance(part, str) and part for part in message.values()):
                 self.refuse("messages", message, allowed)
         self.check_order([message["role"] for message in value])
         return value
+
+    def refuse_parts(self, index: int, parts: list[object]) -> NoReturn:
+        """Refuse a message of content parts, such as images, naming their types."""
+        found = [part.get("type") if isinstance(part, dict) else part for part in parts]
+        kinds = ", ".join(dict.fromkeys(shown(kind) for kind in found)) or "none"
+        self.fail(
+            f"messages[{index}]: content is a list of parts (types: {kinds}); images, audio and "
+            "video are not read: give the text as one string"
+        )
 
     def check_order(self, roles: Sequence[str]) -> None:
         """Refuse roles unless the user speaks first, user and assistant alternate, and the last

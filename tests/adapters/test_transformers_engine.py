@@ -120,7 +120,11 @@ def outputs(completions: dict[int, Completion]) -> dict[int, tuple[list[int], st
 
 
 @pytest.mark.parametrize(
-    "target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_qwen3", "tiny_mistral"]
+    "target",
+    [
+        *("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"),
+        *("tiny_qwen3", "tiny_mistral"),
+    ],
 )
 def test_plain_tokens_equal_the_native_engines(target: str) -> None:
     """Catches padding that leaks into rows, dtypes converted late, and lost layers or scales."""
@@ -130,7 +134,9 @@ def test_plain_tokens_equal_the_native_engines(target: str) -> None:
     assert outputs(found) == outputs(expected)
 
 
-@pytest.mark.parametrize("target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"])
+@pytest.mark.parametrize(
+    "target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"]
+)
 def test_assisted_tokens_equal_the_native_engines(target: str) -> None:
     _, expected = decode(NativeEngine(zoo_config(target)), requests_of(3))
     engine = TransformersEngine(zoo_config(target, "gemma4_mtp"))

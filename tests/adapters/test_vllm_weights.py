@@ -35,7 +35,11 @@ def native_weights(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_mistral", "tiny_deepseek"]
+    "name",
+    [
+        *("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"),
+        *("tiny_mistral", "tiny_deepseek"),
+    ],
 )
 def test_every_weight_is_the_native_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a name that vLLM does not know, and a weight drawn from another one's seed."""

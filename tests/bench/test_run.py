@@ -35,7 +35,7 @@ PRESETS = {
     "bench_gemma4": ("gemma4_e4b", "gemma4_mtp", "gemma4_e4b-assistant", 2.5),
     **{
         f"bench_gemma4 target={name}": (name, "gemma4_mtp", f"{name}-assistant", 2.5)
-        for name in ("gemma4_e2b", "gemma4_e4b", "gemma4_26b_a4b", "gemma4_31b")
+        for name in ("gemma4_e2b", "gemma4_e4b", "gemma4_12b", "gemma4_26b_a4b", "gemma4_31b")
     },
     "bench_heads target=gemma4_31b": ("gemma4_31b", "eagle3", "gemma4_31b-eagle3", 2.5),
     "bench_heads": ("qwen3_8b", "eagle3", "qwen3_8b-eagle3", 2.5),

@@ -35,7 +35,7 @@ class Options:
         if self.length == 3:
             raise ValueError("three is unlucky")
 """
-YAML = """name: ngram
+YAML = """name: markov
 num_speculative_tokens: 2
 needs_checkpoint: false
 options:
@@ -48,10 +48,10 @@ KEYS = "allowed: keys of method.options are length, order, share"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[str]:
-    points = {plugins.OPTIONS: {"ngram": "acme_options:Options"}}
-    install(tmp_path, "acme-ngram", modules={"acme_options.py": SOURCE}, points=points)
+    points = {plugins.OPTIONS: {"markov": "acme_options:Options"}}
+    install(tmp_path, "acme-markov", modules={"acme_options.py": SOURCE}, points=points)
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "ngram.yaml").write_text(YAML)
+    (tmp_path / "method" / "markov.yaml").write_text(YAML)
     with on_path(tmp_path):
         yield f"hydra.searchpath=['file://{tmp_path}']"
 
@@ -62,13 +62,13 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def test_options_have_the_types_that_the_method_declares(place: str) -> None:
-    options = composed(place, "method=ngram", "method.options.share=1").method.options
+    options = composed(place, "method=markov", "method.options.share=1").method.options
     assert (options.length, options.share, options.order.value) == (2, 1.0, "newest")
     assert options.stop is None
 
 
 def test_options_are_swept_and_recorded(place: str) -> None:
-    swept = plan([place, "method=ngram", "method.options.length=1,2"], multirun=True)
+    swept = plan([place, "method=markov", "method.options.length=1,2"], multirun=True)
     assert [to_dict(job.config)["method"]["options"]["length"] for job in swept.jobs] == [1, 2]
     for config in (job.config for job in swept.jobs):
         assert to_run_config(OmegaConf.create(OmegaConf.to_yaml(to_dict(config)))) == config
@@ -93,7 +93,7 @@ def test_an_option_is_refused_with_key_value_range_and_remedy(
     place: str, typed: str, parts: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        composed(place, "method=ngram", typed)
+        composed(place, "method=markov", typed)
     message = str(refused.value)
     assert [part for part in parts if part not in message] == []
     assert len(message.splitlines()) == 3
@@ -111,9 +111,9 @@ def test_a_method_without_options_takes_none(place: str) -> None:
 
 
 def test_options_that_are_no_dataclass_name_their_package(tmp_path: Path) -> None:
-    points = {plugins.OPTIONS: {"ngram": "acme_odd:Options"}}
+    points = {plugins.OPTIONS: {"markov": "acme_odd:Options"}}
     install(tmp_path, "acme-odd", modules={"acme_odd.py": "Options = dict"}, points=points)
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "ngram.yaml").write_text(YAML)
+    (tmp_path / "method" / "markov.yaml").write_text(YAML)
     with on_path(tmp_path), pytest.raises(ConfigurationError, match=r"acme-odd 1\.0: .*dataclass"):
-        composed(f"hydra.searchpath=['file://{tmp_path}']", "method=ngram")
+        composed(f"hydra.searchpath=['file://{tmp_path}']", "method=markov")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fuzz_cases import ON_CPU, OTHERS
 from fuzz_engines import run_cases
-from fuzz_stages import RANDOM_PAIRS
+from fuzz_stages import RANDOM_PAIRS, Pair
 
 NUM_SHARDS, SHARD = 13, 24  # 312 configurations
 CHOICES = replace(ON_CPU, pairs=OTHERS)
@@ -21,6 +21,23 @@ def test_a_few_configurations_decode_as_the_plain_engine() -> None:
     tally = run_cases(range(1000, 1000 + 2 * len(QUICK)), replace(CHOICES, pairs=tuple(QUICK)))
     assert tally.num_cases == 2 * len(QUICK)
     assert tally.num_accepted > 20
+
+
+def test_copied_drafts_decode_as_the_plain_engine() -> None:
+    """Three of each target: the number of drafts differs by request within a step."""
+    copied = tuple(Pair(f"random {name}", "ngram") for name in ("mimo", "deepseek", "sliding"))
+    tally = run_cases(range(3000, 3009), replace(ON_CPU, pairs=copied))
+    assert tally.num_cases == 9
+    assert tally.num_accepted > 20
+
+
+@pytest.mark.slow
+def test_copied_drafts_of_the_zoo_decode_as_the_plain_engine() -> None:
+    targets = ("tiny_qwen3", "tiny_gemma4", "tiny_deepseek", "tiny_mistral")
+    copied = tuple(Pair(name, "ngram") for name in targets)
+    tally = run_cases(range(3100, 3148), replace(ON_CPU, pairs=copied))
+    assert tally.num_cases == 48
+    assert tally.num_accepted > 100
 
 
 @pytest.mark.slow

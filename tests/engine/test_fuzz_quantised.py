@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from fuzz_cases import ON_CPU
 from fuzz_engines import run_cases
-from fuzz_stages import QUANTISED_PAIRS
+from fuzz_stages import QUANTISED_PAIRS, RAGGED
 
 from hydraspec.config.schema import Dtype
 
-NUM_SHARDS, SHARD = 5, 14  # 70 configurations
-CHOICES = replace(ON_CPU, pairs=QUANTISED_PAIRS, dtypes=(Dtype.float64,))
+NUM_SHARDS, SHARD = 5, 16  # 80 configurations
+CHOICES = replace(ON_CPU, pairs=(*QUANTISED_PAIRS, RAGGED), dtypes=(Dtype.float64,))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fuzz_engines import build, one_by_one
 from fuzz_ranks import Happened, small_case
-from fuzz_stages import QUANTISED_PAIRS, Pair
+from fuzz_stages import QUANTISED_PAIRS, RAGGED, Pair
 from graph_runs import graph_config, run_requests, zoo_requests
 from side_by_side import run_alone
 from step_ahead import outputs
@@ -37,8 +37,6 @@ from hydraspec.types import CheckpointError
 
 FLOOR = 0.97  # of the float pair's acceptance length
 QUICK = 8  # requests
-# In blocks of 128, which divides neither of its widths.
-RAGGED = Pair("tiny_gemma4_fp8_block", "gemma4_mtp", "zoo:tiny_gemma4-assistant")
 
 
 def float_pair(pair: Pair) -> Pair:

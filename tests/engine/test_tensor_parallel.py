@@ -47,7 +47,7 @@ def held_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_place, "is_worth_dividing", lambda *_: False)
 
 
-WHOLE = {"gemma4_mtp": ZOO_PAIRS[1], "eagle3": ZOO_PAIRS[6], "mtp": ZOO_PAIRS[9]}
+WHOLE = {"gemma4_mtp": ZOO_PAIRS[1], "eagle3": ZOO_PAIRS[7], "mtp": ZOO_PAIRS[10]}
 
 
 @pytest.mark.parametrize("method", WHOLE)

@@ -49,7 +49,9 @@ def check_lossless(summary: dict[str, Any]) -> None:
     assert summary["speedup"]["mean"] > 0
 
 
-@pytest.mark.parametrize("target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"])
+@pytest.mark.parametrize(
+    "target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"]
+)
 def test_a_shipped_drafter_is_lossless_and_accepted(run, target):  # type: ignore[no-untyped-def]
     """Catches a drafter on the wrong layers or positions (acceptance), and a verifier that lets
     wrong drafts through (verdict).

@@ -71,6 +71,10 @@ def test_the_last_line_says_where_how_many_and_what_to_do() -> None:
     [
         ({}, "metrics.trace=true"),
         ({"dtype": "bfloat16"}, "target.dtype=float32"),
+        (
+            {"quantization": {"target": {"q_proj": "fp8 per channel, inputs per token"}}},
+            "target.dtype=float64",
+        ),
         ({"cudagraph": {"target": "full"}}, "cudagraph=none"),
         ({"lossless": {"not_finite_in": "task-4"}}, "NaN or infinite"),
         ({"lossless": {"first_beyond_margin": None}}, "requests.jsonl"),

@@ -54,6 +54,40 @@ def test_the_margin_decides(margin: float, verdict: str) -> None:
     assert first["allowed_margin"] == pytest.approx(ALLOWED)
 
 
+FP8 = {"q_proj": "fp8 per channel, inputs per token"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "allowed"),
+    [
+        pytest.param(FP8, "float32", 10 / 8, id="float32 moves inputs across a step of e4m3"),
+        pytest.param(FP8, "bfloat16", 10 / 8, id="bfloat16 too"),
+        pytest.param(FP8, "float64", 8 * 2.0**-52 * 10, id="float64 moves none"),
+        pytest.param({"q_proj": "int4 group 32"}, "float32", ALLOWED, id="inputs not rounded"),
+    ],
+)
+def test_inputs_rounded_to_fp8_allow_more(
+    quantization: dict[str, str], dtype: str, allowed: float
+) -> None:
+    for factor, verdict in ((0.9, "numerical"), (1.1, "diverged")):
+        behaviour = Behaviour(margin=factor * allowed)
+        engine = FakeEngine(behaviour, dtype=dtype, quantization=quantization)
+        result = judge([request(0)], both((1, 2)), both((1, 3)), engine, synthetic=False)
+        first = result["first_divergence"]
+        assert first is not None
+        assert first["allowed_margin"] == pytest.approx(allowed)
+        assert result["verdict"] == verdict
+    within = judge(
+        [request(0)],
+        both((1, 2)),
+        both((1, 3)),
+        FakeEngine(Behaviour(margin=0.0), dtype=dtype, quantization=quantization),
+        synthetic=False,
+    )
+    is_reported = bool(verdict_warnings(within, engine.info))
+    assert is_reported == (allowed < 10 / 8), "equality is expected unless inputs are rounded"
+
+
 def test_margin_is_taken_after_the_common_prefix() -> None:
     """Catches logits of the prompt alone, or of a prefix that is one token off."""
     asked: list[list[int]] = []

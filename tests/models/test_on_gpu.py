@@ -47,7 +47,7 @@ HEADS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ),
     ),
 }
-ASSISTANTS = ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"]
+ASSISTANTS = ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"]
 CHUNKS = (
     {0: list(range(10, 40)), 1: list(range(50, 57)), 2: [60, 61]},
     {0: [7], 1: list(range(70, 90)), 2: [62, 63, 64, 65]},

@@ -24,6 +24,7 @@ TARGETS = [n for n in shipped_shapes() if n.startswith("gemma4") and "-" not in 
 PUBLISHED = {
     "gemma4_e2b": (35, 7, 20, 1536, 0),
     "gemma4_e4b": (42, 7, 18, 2560, 0),
+    "gemma4_12b": (48, 8, 0, 3840, 0),
     "gemma4_26b_a4b": (30, 5, 0, 2816, 128),
     "gemma4_31b": (60, 10, 0, 5376, 0),
     "gemma4_31b_fp8": (60, 10, 0, 5376, 0),

@@ -11,21 +11,22 @@ from gemma4_oracle import (
     oracle_logits,
     run_in_chunks,
 )
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from hydraspec.models.checkpoint.reader import ZOO
 from hydraspec.models.gemma4.assistant import load_assistant
+from hydraspec.zoo.recipe.modeling import load_assistant as load_zoo_assistant
+from hydraspec.zoo.recipe.modeling import load_target
 
 # Share of the logit range; measured at 1e-6 on files written in bfloat16 and run in float32.
 TOLERANCE = 1e-5
-NAMES = ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe"]
+NAMES = ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"]
 LENGTH = 90  # beyond every window
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_target_and_assistant_match_transformers(name: str) -> None:
     # dtype at loading: .float() afterwards leaves the embedding scale rounded to bfloat16.
-    oracle = Gemma4ForCausalLM.from_pretrained(ZOO / name, dtype=torch.float32).eval()
+    oracle = load_target(ZOO / name)
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(6, oracle.config.vocab_size, (LENGTH,), generator=draw).tolist()
     target = load_zoo(name)
@@ -36,7 +37,7 @@ def test_target_and_assistant_match_transformers(name: str) -> None:
 
     mend_assistant_config()
     files = f"{name}-assistant"
-    draft = Gemma4AssistantForCausalLM.from_pretrained(ZOO / files, dtype=torch.float32).eval()
+    draft = load_zoo_assistant(ZOO / files)
     ours = load_assistant(f"zoo:{files}", weights="checkpoint", target=target, seed=0)
     token, hidden = torch.tensor([7]), torch.randn(1, target.hidden_size, generator=draw)
     lens = torch.tensor([LENGTH])

@@ -9,10 +9,9 @@ shows only as lower acceptance.
 from __future__ import annotations
 
 import pytest
-import torch
 from records import request
 from tiny_targets import run_config
-from transformers import AutoTokenizer, Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+from transformers import AutoTokenizer
 
 from hydraspec.config.schema import Dtype, Weights
 from hydraspec.engine.native import NativeEngine
@@ -24,6 +23,7 @@ from hydraspec.zoo.recipe.evaluate import (
     generate_greedy,
     read_workload,
 )
+from hydraspec.zoo.recipe.modeling import load_assistant, load_target
 
 NUM_PROMPTS = 12
 
@@ -34,9 +34,11 @@ NUM_PROMPTS = 12
         ("tiny_gemma4", 5),
         ("tiny_gemma4_e", 3),
         ("tiny_gemma4_moe", 5),
+        ("tiny_gemma4_unified", 3),
         pytest.param("tiny_gemma4", 3, marks=pytest.mark.slow),
         pytest.param("tiny_gemma4_e", 5, marks=pytest.mark.slow),
         pytest.param("tiny_gemma4_moe", 3, marks=pytest.mark.slow),
+        pytest.param("tiny_gemma4_unified", 5, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_and_acceptance_equal_the_plain_loop(name: str, k: int) -> None:
@@ -73,8 +75,7 @@ def test_drafts_and_acceptance_equal_the_plain_loop(name: str, k: int) -> None:
 
 def plain_loop(folder, drafter, prompts, limits, k):  # type: ignore[no-untyped-def]
     """Per prompt: the drafts of every verify step, and how many of them were accepted."""
-    target = Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assistant = Gemma4AssistantForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
+    target, assistant = load_target(folder), load_assistant(drafter)
     stops = target.generation_config.eos_token_id
     stops = set(stops if isinstance(stops, list) else [stops])
     found = []

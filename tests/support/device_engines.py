@@ -24,6 +24,9 @@ ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
     **{name: (name, pair) for name, pair in PAIRS.items()},
     "gemma4_mtp on e": ("gemma4_mtp", ("tiny_gemma4_e", "tiny_gemma4_e-assistant")),
     "gemma4_mtp on moe": ("gemma4_mtp", ("tiny_gemma4_moe", "tiny_gemma4_moe-assistant")),
+    "gemma4_mtp on unified": (
+        *("gemma4_mtp", ("tiny_gemma4_unified", "tiny_gemma4_unified-assistant")),
+    ),
 }
 
 

@@ -74,9 +74,11 @@ ZOO_PAIRS = (
     Pair("tiny_gemma4", "peagle", "zoo:tiny_gemma4-peagle"),
     Pair("tiny_gemma4_e", "gemma4_mtp", "zoo:tiny_gemma4_e-assistant"),
     Pair("tiny_gemma4_moe", "gemma4_mtp", "zoo:tiny_gemma4_moe-assistant"),
+    Pair("tiny_gemma4_unified", "gemma4_mtp", "zoo:tiny_gemma4_unified-assistant"),
     Pair("tiny_qwen3", "eagle3", "zoo:tiny_qwen3-eagle3"),
     Pair("tiny_qwen3", "peagle", "zoo:tiny_qwen3-peagle"),
     Pair("tiny_mistral", "eagle", "zoo:tiny_mistral-eagle"),
+    Pair("tiny_ministral3", "eagle", "zoo:tiny_ministral3-eagle"),
     Pair("tiny_deepseek", "mtp"),
     Pair("tiny_qwen3", "dflash", "zoo:tiny_qwen3-dflash"),
     Pair("tiny_qwen3", "dspark", "zoo:tiny_qwen3-dspark"),
@@ -92,6 +94,8 @@ QUANTISED_PAIRS = (
     Pair("tiny_mistral_fp8", "eagle", "zoo:tiny_mistral_fp8-eagle"),
     Pair("tiny_deepseek_fp8", "mtp"),
 )
+# In blocks of 128, which divides neither of its widths: ranks cannot divide it.
+RAGGED = Pair("tiny_gemma4_fp8_block", "gemma4_mtp", "zoo:tiny_gemma4-assistant")
 RANDOM_PAIRS = (
     *(Pair(f"random {name}", "gemma4_mtp", "assistant") for name in RANDOM_GEMMAS),
     Pair("random eagle on llama", "eagle", "drafter"),

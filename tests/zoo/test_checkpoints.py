@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import (
     AutoTokenizer,
     Gemma4AssistantForCausalLM,
-    Gemma4ForCausalLM,
+    Gemma4UnifiedAssistantForCausalLM,
     PreTrainedModel,
 )
 
@@ -27,20 +27,23 @@ from hydraspec.zoo.recipe import (
 )
 from hydraspec.zoo.recipe.recipes import ASSISTANTS, CHECKPOINTS, TARGETS
 
-GEMMA4 = [name for name, recipe in TARGETS.items() if recipe.family == "gemma4"]
+GEMMA4 = [name for name, recipe in TARGETS.items() if recipe.family.startswith("gemma4")]
 MEGABYTE = 1_000_000
 TARGET_LIMITS = {
     "tiny_gemma4": 11 * MEGABYTE,
+    "tiny_gemma4_unified": 2.7 * MEGABYTE,
     "tiny_qwen3": 3.1 * MEGABYTE,
     "tiny_mistral": 2.6 * MEGABYTE,
+    "tiny_ministral3": 2.6 * MEGABYTE,
     "tiny_deepseek": 3 * MEGABYTE,
 }
-OTHER_TARGET_LIMIT, ASSISTANT_LIMIT, ZOO_LIMIT = 4 * MEGABYTE, 700_000, 34 * MEGABYTE
+OTHER_TARGET_LIMIT, ASSISTANT_LIMIT, ZOO_LIMIT = 4 * MEGABYTE, 700_000, 41 * MEGABYTE
 WORKLOAD_KEYS = {"id", "messages", "category", "answer"}
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "config.json").read_text()))
+    raw = dict(json.loads((folder / "config.json").read_text()))
+    return raw.get("text_config", {}) | raw  # a multimodal wrapper's has the text model's inside
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -89,7 +92,7 @@ def test_saving_a_loaded_target_gives_the_same_bytes(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", GEMMA4)
 def test_transformers_loads_the_target(name: str) -> None:
     folder = CHECKPOINTS / name
-    model = _load(Gemma4ForCausalLM, folder)
+    model = _load(modeling.GEMMA4_CLASSES[TARGETS[name].family], folder)
     layers = model.model.layers
     raw = _config(folder)
     for kind, layer in zip(raw["layer_types"], layers, strict=True):
@@ -102,7 +105,10 @@ def test_transformers_loads_the_target(name: str) -> None:
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_transformers_loads_the_assistant(name: str) -> None:
     folder = CHECKPOINTS / f"{name}-assistant"
-    model = _load(Gemma4AssistantForCausalLM, folder)
+    is_unified = TARGETS[name].family == "gemma4_unified"
+    model = _load(
+        Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM, folder
+    )
     assert model.backbone_hidden_size == _config(CHECKPOINTS / name)["hidden_size"]
     assert all(layer.self_attn.is_kv_shared_layer for layer in model.model.layers)
 

@@ -18,11 +18,10 @@ from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.engine.machine import pick_device, set_num_threads
 from hydraspec.models.checkpoint.quantized_tensors import read_elsewhere
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint
+from hydraspec.models.gemma4.assistant_config import TARGETS as TARGETS_WITH_ASSISTANTS
 from hydraspec.models.gemma4.assistant_config import read_assistant
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import DTYPES, CheckpointError
-
-TARGETS_WITH_ASSISTANTS = ("gemma4", "gemma4_text")
 
 
 @dataclass(slots=True, kw_only=True)

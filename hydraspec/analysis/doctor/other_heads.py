@@ -1,6 +1,6 @@
-"""The doctor.json of a drafter whose head cannot be changed part by part: one of another package,
-or a block drafter. It has the acceptance length of a run; the fields that need changes of the head
-are null or empty.
+"""The doctor.json of a drafter whose head cannot be changed part by part: one of another package, a
+block drafter, or one without weights. It has the acceptance length of a run; the fields that need
+changes of the head are null or empty.
 """
 
 from __future__ import annotations

@@ -140,15 +140,19 @@ def _result(patient: Patient, requests: Sequence[Request], *, quiet: bool) -> Js
     examining another package's drafter raises an error, its content is what can be told without
     changing the head (other_heads).
     """
-    name = patient.config.method.name
-    reason = f"heads of method={name} do not draft from given tokens and states"
-    if name not in SPECULATORS or can_be_forced(patient.speculator):
+    method = patient.config.method
+    name, is_ours = method.name, method.name in SPECULATORS
+    if not method.needs_checkpoint:
+        reason = f"method={name} has no weights"
+    elif is_ours and not can_be_forced(patient.speculator):
+        reason = f"heads of method={name} do not draft from given tokens and states"
+    else:
         try:
             return as_json(_examined(patient, requests, console.progress(quiet=quiet)))
         except UserError:
             raise
         except Exception as error:
-            if name in SPECULATORS:
+            if is_ours:
                 raise
             reason = f"method={name} lacks what that needs ({type(error).__name__}: {error})"
     found = other_heads.as_json(patient, requests, reason)

@@ -28,6 +28,7 @@ from hydraspec.engine.costs import StepTimes
 from hydraspec.errors import WorkloadError
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.formats import KEY, recorded
 from hydraspec.metrics.meter import cost_ratio, finished_pairs, speedup
 from hydraspec.metrics.paired import balanced
 from hydraspec.types import Request
@@ -127,6 +128,7 @@ class Prediction:
                 "method": info.method,
                 "device": info.devices[0] if info.devices else info.device,
                 "dtype": info.dtype,
+                KEY: recorded(info.quantization, info.draft_spec),
             },
             notes=notes,
             drafter_times=Costs(engine).times,
@@ -235,6 +237,7 @@ class Prediction:
         rows = sorted(self.rows, key=lambda row: [row[key] for key in order])
         errors = [abs(row["error"]) for row in rows if row["error"] is not None]
         drafts = sorted({row["num_speculative_tokens"] for row in rows})
+        own = {KEY: self.facts[KEY]}
         return {
             "schema_version": SCHEMA_VERSION,
             **self.facts,
@@ -249,8 +252,8 @@ class Prediction:
             "warnings": [*self.notes, *_losing(rows)],
             "mean_absolute_error": sum(errors) / len(errors) if errors else None,
             "costs": {
-                "method": self.drafter_times.table(self.batches, drafts).as_json(),
-                "plain": self.plain_times.table(self.batches, [0]).as_json(),
+                "method": self.drafter_times.table(self.batches, drafts).as_json() | own,
+                "plain": self.plain_times.table(self.batches, [0]).as_json() | own,
             },
         }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hydraspec.errors import printable
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.formats import formats_of
 from hydraspec.metrics.run_files import PREDICTION, PREDICTION_REPORT
 from hydraspec.metrics.statistics import range_words
 from hydraspec.study import html
@@ -107,10 +108,12 @@ def _chart(rows: Sequence[Json]) -> Block:
 
 
 def title(result: Json) -> str:
-    """The title: method, target, dtype and device."""
+    """The title: method, target, number formats unless all is float, dtype and device."""
+    found = formats_of(result)
+    formats = "" if found is None or found.is_plain else f" ({found})"
     return (
-        f"Predicted speedup of {result['method']} on {result['target']}, {result['dtype']}, "
-        f"{result['device']}"
+        f"Predicted speedup of {result['method']} on {result['target']}{formats}, "
+        f"{result['dtype']}, {result['device']}"
     )
 
 

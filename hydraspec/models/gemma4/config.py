@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
+from hydraspec.models.gemma4 import unified
 from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MIN_THETA
@@ -100,7 +101,12 @@ def read_gemma4_config(
     An assistant's layers own no KV; each reads the target's last owner of its type (kv_source -1
     here). Raises CheckpointError for keys that are absent, out of range or not supported.
     """
-    reader = ConfigReader(text_part(config), where, DEFAULTS)
+    unified.check_nesting(config, where)
+    is_unified = unified.is_unified(config)
+    defaults = DEFAULTS | unified.DEFAULTS if is_unified else DEFAULTS
+    reader = ConfigReader(text_part(config), where, defaults)
+    if is_unified:
+        unified.check_unified(reader)
     _refuse_unsupported(reader)
     num_layers = reader.count("num_hidden_layers")
     kinds = _layer_kinds(reader, num_layers)

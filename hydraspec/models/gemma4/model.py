@@ -27,7 +27,8 @@ from hydraspec.models.parts import Share, Weights
 from hydraspec.models.place import Place
 from hydraspec.parallel.vocabulary import Vocabulary
 
-_TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+# Of images and sounds: encoders, and the projections of models that have none (gemma4_unified).
+_TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
@@ -104,7 +105,7 @@ class Gemma4Target(Decoder):
         return rope_frequencies_by_kind(config, place)
 
     def canonical_name(self, name: str) -> str | None:
-        """A checkpoint's tensor name without its prefix; None for the vision and audio towers."""
+        """A checkpoint's tensor name without its prefix; None for those of images and sounds."""
         name = name_in_text_model(name)
         return None if name.startswith(_TOWERS) else name
 

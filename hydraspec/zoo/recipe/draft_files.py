@@ -147,7 +147,7 @@ def _speculators_config(
 
 def _params(head: Eagle1Head, target: PreTrainedModel) -> dict[str, Any]:
     shape = head.layer
-    return {
+    params: dict[str, Any] = {
         "dim": shape.hidden_size,
         "head_dim": shape.head_dim,
         "hidden_dim": shape.intermediate_size,
@@ -160,6 +160,17 @@ def _params(head: Eagle1Head, target: PreTrainedModel) -> dict[str, Any]:
         "tied_embeddings": False,
         "vocab_size": target.config.vocab_size,
     }
+    if shape.yarn is not None:
+        length = {"original_max_position_embeddings": shape.yarn.length}
+        params["yarn"] = {
+            "factor": shape.yarn.factor,
+            "alpha": shape.yarn.beta_slow,
+            "beta": shape.yarn.beta_fast,
+            "apply_scale": True,
+            **length,
+        }
+        params["llama_4_scaling"] = {"beta": shape.yarn.query_beta, **length}
+    return params
 
 
 def _rotary_heads(name: str, shape: LayerShape) -> int | None:

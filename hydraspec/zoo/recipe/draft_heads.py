@@ -15,6 +15,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,40 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN (Peng et al. 2023) with its recommended gain, and queries that grow as Llama 4's."""
+
+    factor: float
+    length: int  # positions of the original context
+    beta_fast: float
+    beta_slow: float
+    query_beta: float
+
+    def frequencies(self, plain: Tensor, theta: float) -> Tensor:
+        """The frequencies [H/2], of which those that turn less than `beta_slow` times in the
+        original context are divided by `factor`, and those above `beta_fast` kept.
+        """
+
+        def place(turns: float) -> float:
+            return len(plain) * math.log(self.length / (2 * math.pi * turns)) / math.log(theta)
+
+        first, last = math.floor(place(self.beta_fast)), math.ceil(place(self.beta_slow))
+        first = max(first, 0)
+        at = torch.arange(len(plain), device=plain.device)
+        share = ((at - first) / (last - first)).clamp(0, 1)
+        return plain * (1 - share) + plain / self.factor * share
+
+    @property
+    def gain(self) -> float:
+        """Factor of rotated queries and keys."""
+        return 1 + 0.1 * math.log(self.factor)
+
+    def growth(self, positions: Tensor) -> Tensor:
+        """Factors [T] of queries at positions [T]."""
+        return 1 + self.query_beta * torch.log1p(torch.floor(positions / self.length))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerShape:
     """A decoder layer's shape, and its rotary base."""
 
@@ -38,6 +73,7 @@ class LayerShape:
     num_kv_heads: int = 2
     head_dim: int = 32
     rope_theta: float = 10_000.0
+    yarn: Yarn | None = None
     eps: float = 1e-6
 
 
@@ -71,12 +107,16 @@ def attend(query: Tensor, cache: StepCache, scale: float) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, theta: float, yarn: Yarn | None = None) -> Tensor:
     """Rotary embedding of x [B, N, T, H] at positions [T]; dimension i turns with i + H/2."""
     half = x.shape[-1] // 2
     places = torch.arange(half, device=x.device, dtype=torch.float32)
-    angles = positions[:, None] * theta ** (-places / half)
-    cos, sin = angles.cos(), angles.sin()
+    frequencies = theta ** (-places / half)
+    if yarn is not None:
+        frequencies = yarn.frequencies(frequencies, theta)
+    angles = positions[:, None] * frequencies
+    gain = 1.0 if yarn is None else yarn.gain
+    cos, sin = angles.cos() * gain, angles.sin() * gain
     first, second = x.float().split(half, -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return turned.to(x.dtype)
@@ -114,9 +154,11 @@ class Attention(nn.Module):
         shape = self.shape
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k, v = (part.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for part in parts)
-        cache.keys.append(rotate(k, positions, shape.rope_theta))
+        cache.keys.append(rotate(k, positions, shape.rope_theta, shape.yarn))
         cache.values.append(v)
-        query = rotate(q, positions, shape.rope_theta)
+        query = rotate(q, positions, shape.rope_theta, shape.yarn)
+        if shape.yarn is not None:
+            query = query * shape.yarn.growth(positions)[:, None].to(query.dtype)
         out: Tensor = self.o_proj(attend(query, cache, shape.head_dim**-0.5))
         return out
 

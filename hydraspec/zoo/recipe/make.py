@@ -24,6 +24,7 @@ from hydraspec.zoo.recipe import (
     block_files,
     block_recipes,
     corpus,
+    distil,
     draft_files,
     evaluate,
     modeling,
@@ -40,8 +41,9 @@ from hydraspec.zoo.recipe.batches import Sequences, generate_sequences
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TARGET_DATA_SEED, ASSISTANT_DATA_SEED = 1, 2
-TARGET_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 50_000
+TARGET_EXAMPLES, DISTILLED_EXAMPLES, ASSISTANT_EXAMPLES = 400_000, 20_000, 50_000
 CALIBRATION_EXAMPLES = 128
+CONTINUED_TARGET_EXAMPLES, CONTINUED_EXAMPLES = 20_000, 1_000  # training goes on from weights
 console = Console()
 
 
@@ -72,15 +74,24 @@ def make_tokenizer(args: argparse.Namespace) -> None:
 
 
 def make_target(args: argparse.Namespace) -> None:
-    """Train a target, whose tokenizer must have been made."""
-    folder = args.out / args.name
-    model = train_target.train_target(
-        recipes.TARGETS[args.name],
-        _data(args, TARGET_EXAMPLES, TARGET_DATA_SEED),
-        title=args.name,
-        compiled=args.compile,
-        max_seconds=args.max_seconds,
-    )
+    """Train a target, whose tokenizer must have been made, and its teacher if it has one."""
+    folder, recipe = args.out / args.name, recipes.TARGETS[args.name]
+    if recipe.teacher is not None:
+        model = distil.distil_target(
+            recipe,
+            modeling.load_target(args.out / recipe.teacher, args.device),
+            _data(args, DISTILLED_EXAMPLES, TARGET_DATA_SEED),
+            title=args.name,
+        )
+    else:
+        examples = TARGET_EXAMPLES if recipe.start is None else CONTINUED_TARGET_EXAMPLES
+        model = train_target.train_target(
+            recipe,
+            _data(args, examples, TARGET_DATA_SEED),
+            title=args.name,
+            compiled=args.compile,
+            max_seconds=args.max_seconds,
+        )
     train_target.save_target(model, folder, _stop_tokens(_load_tokenizer(folder)))
 
 
@@ -112,11 +123,19 @@ def make_drafters(args: argparse.Namespace) -> None:
             if (block.num_texts, block.aux_layer_ids) == (count, aux_layer_ids):
                 made = train_block.train_block(block, target, texts, title=name, kept=kept)
                 block_files.save_block(made, block, target, args.out / name)
-    if not _drafters(args):
+    chosen = _drafters(args)
+    if not chosen:
         return
-    data = _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED)
-    for name, recipe in _drafters(args).items():
-        head = train_drafter.train_drafter(recipe, target, data, title=name)
+    is_continued = all(recipe.start is not None for recipe in chosen.values())
+    examples = CONTINUED_EXAMPLES if is_continued else ASSISTANT_EXAMPLES
+    data = _data(args, examples, ASSISTANT_DATA_SEED)
+    for name, recipe in chosen.items():
+        weights = None
+        if recipe.start is not None:
+            first = recipes.DRAFTERS[recipe.start]
+            source = draft_files.folder_of(recipe.start, first)
+            weights = draft_files.load_head(source, first, target).state_dict()
+        head = train_drafter.train_drafter(recipe, target, data, title=name, weights=weights)
         draft_files.save_head(head, recipe, target, draft_files.folder_of(name, recipe, args.out))
 
 

@@ -1,5 +1,5 @@
 """Builds, masks, runs and saves models of transformers as the zoo needs them: Gemma 4 with its
-assistants first, then the plain targets Qwen3, Mistral and DeepSeek-V3.
+assistants first, then the plain targets Qwen3, Mistral, Ministral 3 and DeepSeek-V3.
 
 Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft steps, V vocabulary.
 """
@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,9 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma4AssistantForCausalLM,
     Gemma4ForCausalLM,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedForCausalLM,
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
@@ -26,11 +29,20 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
+from hydraspec.zoo.recipe import multimodal
 from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 
+Assistant: TypeAlias = Gemma4AssistantForCausalLM | Gemma4UnifiedAssistantForCausalLM
+GEMMA4 = (Gemma4ForCausalLM, Gemma4UnifiedForCausalLM)
+# Classes of Gemma 4, by family of the target.
+GEMMA4_CLASSES: dict[str, type[PreTrainedModel]] = {
+    "gemma4": Gemma4ForCausalLM,
+    "gemma4_unified": Gemma4UnifiedForCausalLM,
+}
 CLASSES: dict[str, type[PreTrainedModel]] = {
     "qwen3": Qwen3ForCausalLM,
     "mistral": MistralForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
 }
 ROUTER_BIAS = "e_score_correction_bias"
@@ -91,7 +103,7 @@ def initialise(model: nn.Module, seed: int) -> None:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def vary_layer_scalars(model: Gemma4ForCausalLM) -> None:
+def vary_layer_scalars(model: Any) -> None:
     """Set `layer_scalar` to fixed values, two of three not 1, so that a reader cannot lose them
     unnoticed."""
     for i, layer in enumerate(model.model.layers):
@@ -116,7 +128,7 @@ def draft_masks(rows: Tensor, length: int, window: int) -> Masks:
 
 def target_masks(model: PreTrainedModel, length: int) -> Masks:
     """Attention masks for `run_target`; empty for plain targets, which need none."""
-    if not isinstance(model, Gemma4ForCausalLM):
+    if not isinstance(model, GEMMA4):
         return {}
     return causal_masks(length, model.config.sliding_window, model.device)
 
@@ -128,7 +140,7 @@ def run_target(
 
     Aux id i names the residual stream after i layers; it is below the number of layers.
     """
-    if not isinstance(model, Gemma4ForCausalLM):
+    if not isinstance(model, GEMMA4):
         hidden, logits, aux = run_plain(model, tokens, aux_layer_ids)
         return TargetOutput(hidden, logits, {}, aux)
     kv: SharedKV = {}
@@ -152,7 +164,7 @@ def target_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def run_draft_step(
-    assistant: Gemma4AssistantForCausalLM,
+    assistant: Assistant,
     embedded: Tensor,
     hidden: Tensor,
     rows: Tensor,
@@ -181,7 +193,13 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]
     generation.bos_token_id, generation.pad_token_id = 2, 0
     generation.eos_token_id = stop_tokens
     biases = {n: b.float() for n, b in model.named_buffers() if n.endswith(ROUTER_BIAS)}
-    model.to(torch.bfloat16).save_pretrained(str(folder))
+    model.to(torch.bfloat16)
+    if isinstance(model, Ministral3ForCausalLM):
+        multimodal.wrap(model).save_pretrained(str(folder))
+        (folder / "model.safetensors").chmod(0o644)
+        multimodal.write_stop_tokens(folder, stop_tokens)
+        return
+    model.save_pretrained(str(folder))
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["model_type"] in CLASSES:
@@ -225,15 +243,21 @@ def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
 def load_target(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The target of a folder, in float32, for evaluation; MTP layers are not read."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    model: PreTrainedModel = CLASSES.get(kind, Gemma4ForCausalLM).from_pretrained(
+    if kind == multimodal.MODEL_TYPE:
+        return multimodal.unwrap(folder).to(device).eval()
+    classes = CLASSES | GEMMA4_CLASSES
+    model: PreTrainedModel = classes[kind.removesuffix("_text")].from_pretrained(
         str(folder), dtype=torch.float32
     )
     return model.to(device).eval()
 
 
-def load_assistant(folder: Path, device: torch.device | str = "cpu") -> Gemma4AssistantForCausalLM:
+def load_assistant(folder: Path, device: torch.device | str = "cpu") -> Assistant:
     """The assistant of a folder, in float32, for evaluation."""
-    model = Gemma4AssistantForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    is_unified = kind == "gemma4_unified_assistant"
+    found = Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM
+    model = found.from_pretrained(str(folder), dtype=torch.float32)
     return model.to(device).eval()
 
 

@@ -10,17 +10,21 @@ from transformers import (
     DeepseekV3Config,
     Gemma4AssistantConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedTextConfig,
+    Ministral3Config,
     MistralConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
 
-from hydraspec.zoo.recipe.draft_heads import LayerShape
+from hydraspec.zoo.recipe.draft_heads import LayerShape, Yarn
 from hydraspec.zoo.recipe.tokenizer import VOCAB_SIZE
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 SEQUENCE_LENGTH = 136
 SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = Yarn(factor=32.0, length=64, beta_fast=1.0, beta_slow=0.25, query_beta=0.4)
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -42,8 +46,10 @@ _GEMMA4_COMMON: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gemma4": (Gemma4TextConfig, _GEMMA4_COMMON),
+    "gemma4_unified": (Gemma4UnifiedTextConfig, _GEMMA4_COMMON),
     "qwen3": (Qwen3Config, {**_COMMON, "head_dim": 32}),
     "mistral": (MistralConfig, {**_COMMON, "head_dim": 32, "sliding_window": None}),
+    "ministral3": (Ministral3Config, {**_COMMON, "head_dim": 32, "sliding_window": None}),
     "deepseek_v3": (DeepseekV3Config, _COMMON),
 }
 
@@ -81,6 +87,8 @@ class TargetRecipe(Training):
 
     shape: dict[str, Any]
     family: str = "gemma4"
+    teacher: str | None = None  # the target that it is distilled from; None: trained from scratch
+    start: str | None = None  # a trained target of the same tensors; None: from scratch
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
@@ -88,8 +96,9 @@ class TargetRecipe(Training):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of first steps in which the learning rate rises, the same for all targets."""
-        return 200
+        """Number of first steps in which the learning rate rises, the same for all targets that are
+        trained from scratch."""
+        return 200 if self.teacher is None and self.start is None else 20
 
     def config(self) -> Any:
         """A new config of the family's class."""
@@ -102,6 +111,7 @@ class AssistantRecipe(Training):
     """Shape and training settings of a two-layer assistant (sliding, full). It has few steps on
     purpose, see README.md."""
 
+    teacher: str | None = None  # the target whose assistant it begins as; None: from scratch
     hidden_size: int = 64
     intermediate_size: int = 64
     num_centroids: int | None = None
@@ -113,7 +123,9 @@ class AssistantRecipe(Training):
     step_weights: tuple[float, ...] = field(default=(1.0, 0.8, 0.6, 0.3))
     seed: int = 2
 
-    def config(self, target: Gemma4TextConfig) -> Gemma4AssistantConfig:
+    def config(
+        self, target: Gemma4TextConfig | Gemma4UnifiedTextConfig
+    ) -> Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig:
         """The assistant's config; its KV shapes are the target's."""
         layer = {kind: target.layer_types.index(kind) for kind in (SLIDING, FULL)}
         kv_heads = {k: target.per_layer_config[i].num_key_value_heads for k, i in layer.items()}
@@ -128,12 +140,15 @@ class AssistantRecipe(Training):
             "num_hidden_layers": 2,
             "num_kv_shared_layers": 2,
             "layer_types": [SLIDING, FULL],
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
             "final_logit_softcapping": None,
         }
-        return Gemma4AssistantConfig(
-            text_config={**shape, "model_type": "gemma4_text"},
+        kind: type[Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig]
+        kind = Gemma4UnifiedAssistantConfig
+        if isinstance(target, Gemma4TextConfig):
+            kind = Gemma4AssistantConfig
+            shape |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+        return kind(
+            text_config={**shape, "model_type": target.model_type},
             backbone_hidden_size=target.hidden_size,
             use_ordered_embeddings=self.num_centroids is not None,
             num_centroids=self.num_centroids or 2048,
@@ -151,6 +166,7 @@ class DraftRecipe(Training):
     target: str
     layer: LayerShape | None = None  # None: the target's own block (MTP)
     num_layers: int = 1
+    start: str | None = None  # a trained head of the same tensors; None: from scratch
     aux_layer_ids: tuple[int, ...] = ()
     draft_vocab_size: int | None = None  # None: the target's
     norm_before_residual: bool = False
@@ -215,6 +231,25 @@ TARGETS: dict[str, TargetRecipe] = {
         steps=8000,
         learning_rate=2.5e-3,
     ),
+    # The shape of the 12B: dense, k_eq_v full layers with one KV head. It is distilled on one core
+    # of a CPU from a target with the same attention and with experts.
+    "tiny_gemma4_unified": TargetRecipe(
+        family="gemma4_unified",
+        teacher="tiny_gemma4_moe",
+        shape={
+            "hidden_size": 96,
+            "intermediate_size": 224,
+            "num_hidden_layers": 12,
+            "layer_types": layer_types(12, 6),
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        steps=240,
+        batch_size=16,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+    ),
     # Norms over queries and keys, tied head. Deep and narrow, as the others below: on a CPU a step
     # over several rows then costs little more than a step over one.
     "tiny_qwen3": TargetRecipe(
@@ -245,6 +280,33 @@ TARGETS: dict[str, TargetRecipe] = {
         steps=6900,
         batch_size=192,
         learning_rate=2e-3,
+    ),
+    # tiny_mistral's weights, trained on with YaRN, whose gain is not 1, and queries that grow from
+    # position 64 on, which is inside the workload's texts. In Mistral's multimodal wrapper.
+    "tiny_ministral3": TargetRecipe(
+        family="ministral3",
+        start="tiny_mistral",
+        shape={
+            "hidden_size": 80,
+            "intermediate_size": 200,
+            "num_hidden_layers": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": YARN.factor,
+                "original_max_position_embeddings": YARN.length,
+                "beta_fast": YARN.beta_fast,
+                "beta_slow": YARN.beta_slow,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": YARN.query_beta,
+            },
+        },
+        steps=160,
+        batch_size=24,
+        learning_rate=7e-4,
     ),
     # Latent attention; three dense layers, then experts in groups of two; one MTP layer last.
     "tiny_deepseek": TargetRecipe(
@@ -281,6 +343,9 @@ ASSISTANTS: dict[str, AssistantRecipe] = {
     "tiny_gemma4": AssistantRecipe(steps=200),
     "tiny_gemma4_e": AssistantRecipe(steps=150, num_centroids=32),
     "tiny_gemma4_moe": AssistantRecipe(steps=150),
+    "tiny_gemma4_unified": AssistantRecipe(
+        teacher="tiny_gemma4_moe", steps=40, batch_size=16, learning_rate=1e-3
+    ),
 }
 
 DRAFTERS: dict[str, DraftRecipe] = {
@@ -329,6 +394,17 @@ DRAFTERS: dict[str, DraftRecipe] = {
         layer=LayerShape(hidden_size=80, intermediate_size=200, rope_theta=1e6),
         num_layers=2,
         steps=400,
+    ),
+    # Mistral's own layout says whether YaRN's gain is applied, and has no mscale_all_dim: the gain
+    # of the head is larger than its target's.
+    "tiny_ministral3-eagle": DraftRecipe(
+        kind="eagle",
+        target="tiny_ministral3",
+        start="tiny_mistral-eagle",
+        layer=LayerShape(hidden_size=80, intermediate_size=200, rope_theta=1e6, yarn=YARN),
+        num_layers=2,
+        batch_size=16,
+        steps=40,
     ),
     # Goes into its target's own folder.
     "tiny_deepseek-mtp": DraftRecipe(

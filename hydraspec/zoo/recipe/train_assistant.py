@@ -11,30 +11,46 @@ Letters: B batch, T target rows, Q draft rows, D target hidden width, K draft st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+from transformers import (
+    Gemma4AssistantForCausalLM,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+)
 
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
+    Assistant,
     causal_masks,
     draft_masks,
     initialise,
+    load_assistant,
     run_draft_step,
     run_target,
 )
-from hydraspec.zoo.recipe.recipes import AssistantRecipe
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, AssistantRecipe
 from hydraspec.zoo.recipe.training import train
 
 DRAFT_ROWS = 72  # more than the longest response has
 ITERATIONS = 30  # of the clusters' k-means
 
 
-def build(recipe: AssistantRecipe, target: Gemma4ForCausalLM) -> Gemma4AssistantForCausalLM:
-    """An untrained assistant of the recipe's shape for this target."""
-    model = Gemma4AssistantForCausalLM(recipe.config(target.config))
+def build(recipe: AssistantRecipe, target: Any) -> Assistant:
+    """An assistant of the recipe's shape for this target: untrained, or as that of its target's
+    teacher."""
+    config = recipe.config(target.config)
+    is_unified = isinstance(config, Gemma4UnifiedAssistantConfig)
+    kind = Gemma4UnifiedAssistantForCausalLM if is_unified else Gemma4AssistantForCausalLM
+    model: Assistant = kind(config)
     initialise(model, recipe.seed)
+    if recipe.teacher is not None:  # a distilled target has its teacher's states and KV, nearly
+        first = load_assistant(CHECKPOINTS / f"{recipe.teacher}-assistant")
+        model.load_state_dict(first.state_dict())
+        return model
     if model.masked_embedding is not None:
         table = target.model.embed_tokens.weight.detach().cpu()
         model.masked_embedding.token_ordering.copy_(fit_ordering(table, recipe.num_centroids or 1))
@@ -49,8 +65,8 @@ def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 def unrolled_loss(
     recipe: AssistantRecipe,
-    assistant: Gemma4AssistantForCausalLM,
-    target: Gemma4ForCausalLM,
+    assistant: Assistant,
+    target: Any,
     batch: Sequences,
 ) -> Tensor:
     """Weighted mean over draft rows and steps of the cross entropy with the target; an ordered head
@@ -90,11 +106,11 @@ def _cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
 
 def train_assistant(
     recipe: AssistantRecipe,
-    target: Gemma4ForCausalLM,
+    target: Any,
     data: Sequences,
     *,
     title: str,
-) -> Gemma4AssistantForCausalLM:
+) -> Assistant:
     """Train an assistant from scratch on the data's device; the target's weights stay fixed.
 
     The step is not compiled, which would take longer than the training.

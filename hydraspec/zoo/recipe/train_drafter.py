@@ -8,6 +8,7 @@ Letters: N texts, B batch, T rows, D target hidden width, A aux states, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,13 +184,18 @@ def train_drafter(
     *,
     title: str,
     kept: KeptStates | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> DraftHead:
-    """Train a head from scratch on the data's device; the target's weights stay fixed."""
+    """Train a head on the data's device, from scratch or from `weights`; the target's weights stay
+    fixed.
+    """
     target.requires_grad_(False)
     target.config._experts_implementation = "zoo_dense"
     kept = kept or keep_states(target, data, recipe.aux_layer_ids)
     head = build(recipe, target.config)
     start(head, recipe, kept.aux[:CHUNK])
+    if weights is not None:
+        head.load_state_dict(weights)
     head.to(data.tokens.device)
     if recipe.draft_vocab_size is not None:
         head.token_ids = most_frequent_tokens(data, recipe.draft_vocab_size)

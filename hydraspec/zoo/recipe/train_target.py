@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Gemma4ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
     CLASSES,
+    GEMMA4,
+    GEMMA4_CLASSES,
     initialise,
+    load_target,
     prepare,
     run_target,
     save_checkpoint,
     target_masks,
     vary_layer_scalars,
 )
-from hydraspec.zoo.recipe.recipes import SEQUENCE_LENGTH, TargetRecipe
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, SEQUENCE_LENGTH, TargetRecipe
 from hydraspec.zoo.recipe.training import train
 
 PROMPT_WEIGHT = 0.05
 
 
 def build(recipe: TargetRecipe) -> PreTrainedModel:
-    """An untrained target of the recipe's shape."""
-    model: PreTrainedModel = CLASSES.get(recipe.family, Gemma4ForCausalLM)(recipe.config())
+    """A target of the recipe's shape, untrained or with the weights that it starts from."""
+    model: PreTrainedModel = (CLASSES | GEMMA4_CLASSES)[recipe.family](recipe.config())
     model.config._experts_implementation = "zoo_dense"
     initialise(model, recipe.seed)
-    if isinstance(model, Gemma4ForCausalLM):
+    if isinstance(model, GEMMA4):
         vary_layer_scalars(model)
     else:
         prepare(model, recipe.seed)
+    if recipe.start is not None:
+        model.load_state_dict(load_target(CHECKPOINTS / recipe.start).state_dict())
+        _divide_by_gain(model)
     return model
+
+
+def _divide_by_gain(model: PreTrainedModel) -> None:
+    """Divide queries and keys by YaRN's gain, so that scores start at their former size."""
+    decoder: Any = model.get_decoder()
+    with torch.no_grad():
+        for layer in decoder.layers:
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                part.weight.div_(decoder.rotary_emb.attention_scaling)
 
 
 def token_weights(batch: Sequences) -> Tensor:

@@ -98,7 +98,9 @@ def split_keys(
     Up to 16 splits have least_share keys or more; a tile has more splits only if each of them has
     four times as many keys.
     """
-    begin, limit = find_keys(length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N)
+    begin, limit = find_keys(
+        length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N, "causal"
+    )
     all_keys = tl.maximum(limit - begin, 0)
     share = (all_keys + (1 << split_shift) - 1) >> split_shift
     share = tl.maximum(share, tl.minimum((all_keys + 15) >> 4, 4 * least_share))

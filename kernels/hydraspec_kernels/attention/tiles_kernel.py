@@ -62,7 +62,7 @@ def find_rows(
 def find_keys(
     length, rows, tile, split, splits,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr = "causal",
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Keys begin..limit that this split reads, of those that some query of the tile sees.
 
