@@ -148,7 +148,9 @@ def test_the_doctor_warns_of_random_prompts(
 ) -> None:
     """As a run does: what is accepted then says nothing about the drafter."""
     engine = SimpleNamespace(tokenize=lambda requests: None, info=None)
-    patient = SimpleNamespace(target=SimpleNamespace(vocab_size=8), engine=engine)
+    config = SimpleNamespace(method=SimpleNamespace(name="of_a_package", needs_checkpoint=True))
+    target = SimpleNamespace(vocab_size=8)
+    patient = SimpleNamespace(target=target, engine=engine, config=config)
     monkeypatch.setattr(examination, "loaded", lambda config: nullcontext(patient))
     monkeypatch.setattr(examination.environment, "describe", lambda info: {})
     monkeypatch.setattr(examination, "_examined", lambda *_: None)

@@ -19,7 +19,14 @@ from drawn_faults import Files
 from torch import Tensor
 
 from hydraspec.models.checkpoint.reader import resolve_folder
-from hydraspec.zoo.recipe import draft_files, modeling, recipes, train_assistant, train_drafter
+from hydraspec.zoo.recipe import (
+    assistant_recipes,
+    draft_files,
+    modeling,
+    recipes,
+    train_assistant,
+    train_drafter,
+)
 from hydraspec.zoo.recipe.batches import Sequences, generate_sequences
 from hydraspec.zoo.recipe.make import ASSISTANT_DATA_SEED, ASSISTANT_EXAMPLES
 from hydraspec.zoo.recipe.training import train
@@ -75,7 +82,9 @@ class School:
             else:
                 self._head(folder, recipe, tunes)
 
-    def _assistant(self, folder: Path, recipe: recipes.AssistantRecipe, tunes: bool) -> None:
+    def _assistant(
+        self, folder: Path, recipe: assistant_recipes.AssistantRecipe, tunes: bool
+    ) -> None:
         if not tunes:
             model = train_assistant.train_assistant(recipe, self.target, self.data, title="")
         else:
@@ -110,10 +119,10 @@ def states_of(school: School, aux_layer_ids: tuple[int, ...]) -> train_drafter.K
     return train_drafter.keep_states(school.target, school.data, aux_layer_ids)
 
 
-def recipe_of(drafter: str) -> recipes.AssistantRecipe | recipes.DraftRecipe:
+def recipe_of(drafter: str) -> assistant_recipes.AssistantRecipe | recipes.DraftRecipe:
     """The zoo's recipe of a drafter."""
     target = drafter.removesuffix("-assistant")
-    return recipes.ASSISTANTS[target] if target != drafter else recipes.DRAFTERS[drafter]
+    return assistant_recipes.ASSISTANTS[target] if target != drafter else recipes.DRAFTERS[drafter]
 
 
 def train_from(seed: int, drafter: str, folder: Path) -> None:

@@ -25,7 +25,8 @@ from hydraspec.zoo.recipe import (
     train_assistant,
     train_target,
 )
-from hydraspec.zoo.recipe.recipes import ASSISTANTS, CHECKPOINTS, TARGETS
+from hydraspec.zoo.recipe.assistant_recipes import ASSISTANTS
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, TARGETS
 
 GEMMA4 = [name for name, recipe in TARGETS.items() if recipe.family.startswith("gemma4")]
 MEGABYTE = 1_000_000

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hydraspec.models.checkpoint.twins import TWINS, write_twin
 from hydraspec.zoo.recipe import (
+    assistant_recipes,
     block_files,
     block_recipes,
     corpus,
@@ -100,7 +101,7 @@ def make_assistant(args: argparse.Namespace) -> None:
     folder = args.out / f"{args.name}-assistant"
     target = modeling.load_target(args.out / args.name, args.device)
     assistant = train_assistant.train_assistant(
-        recipes.ASSISTANTS[args.name],
+        assistant_recipes.ASSISTANTS[args.name],
         target,
         _data(args, ASSISTANT_EXAMPLES, ASSISTANT_DATA_SEED),
         title=folder.name,

@@ -22,6 +22,7 @@ from transformers import (
     Gemma4UnifiedAssistantForCausalLM,
 )
 
+from hydraspec.zoo.recipe.assistant_recipes import AssistantRecipe
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
     Assistant,
@@ -32,7 +33,7 @@ from hydraspec.zoo.recipe.modeling import (
     run_draft_step,
     run_target,
 )
-from hydraspec.zoo.recipe.recipes import CHECKPOINTS, AssistantRecipe
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS
 from hydraspec.zoo.recipe.training import train
 
 DRAFT_ROWS = 72  # more than the longest response has
