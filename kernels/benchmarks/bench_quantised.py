@@ -1,0 +1,96 @@
+"""Products of few rows with quantised matrices at the sizes of Gemma 4 31B, beside their floor.
+
+    python kernels/benchmarks/bench_quantised.py [--rows 1 8 32 64 128] [--json out.json]
+
+Weights are rotated out of the L2. Rounding the rows is a kernel of its own, timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
+from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding
+from hydraspec_kernels.quantised.kernel import product, round_rows, tiles_for
+from torch import Tensor
+
+# Name -> rows and columns of the matrix.
+SHAPES = {
+    "qkv, sliding": (16384, 5376),
+    "o, sliding": (5376, 8192),
+    "gate and up": (43008, 5376),
+    "down": (5376, 21504),
+}
+BLOCK, GROUP = 128, 32
+ROUNDINGS = {
+    "fp8 by row": Rounding("token"),
+    "fp8 by block": Rounding("group", BLOCK),
+    "int4 by group": Rounding("float"),
+}
+
+
+def stored(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Random numbers and scales of a matrix [n, k]: only their sizes matter."""
+    if kind == "int4 by group":
+        words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device="cuda")
+        return words, torch.rand(n, k // GROUP, device="cuda")
+    numbers = torch.randint(0, 120, (n, k), dtype=torch.uint8, device="cuda").view(E4M3)
+    shape = (n, 1) if kind == "fp8 by row" else (-(-n // BLOCK), -(-k // BLOCK))
+    return numbers, torch.rand(*shape, device="cuda")
+
+
+def matrix_of(kind: str, k: int, data: Tensor, scales: Tensor) -> QuantisedMatrix:
+    rows = BLOCK if kind == "fp8 by block" else 1
+    columns = {"fp8 by row": k, "fp8 by block": BLOCK, "int4 by group": GROUP}[kind]
+    return QuantisedMatrix(data, scales, rows, columns, k, ROUNDINGS[kind])
+
+
+def rows_of(rows: int, k: int) -> Tensor:
+    return torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+
+
+def measure(kind: str, name: str, rows: int) -> list[Measured]:
+    """The product, after the rounding of its rows where they are rounded."""
+    n, k = SHAPES[name]
+    x, rounding, label = rows_of(rows, k), ROUNDINGS[kind], f"{kind}, {name}"
+    found, numbers, row_scales = [], x, None
+    if rounding.kind != "float":
+        numbers, row_scales = round_rows(x, rounding, None, torch.float16)
+        micros = time_us(lambda v: round_rows(v, rounding, None, torch.float16), [(x,)])
+        found.append(Measured(f"{label}: rounding", f"{rows} x {k}", micros, 2 * nbytes([x])))
+    sets = rotation(lambda: stored(kind, n, k))
+    tiles = tiles_for(rows, matrix_of(kind, k, *sets[0]))
+    assert tiles is not None, "these shapes have kernels"
+
+    def call(data: Tensor, scales: Tensor) -> Tensor:
+        return product(numbers, row_scales, matrix_of(kind, k, data, scales), tiles, x.dtype)
+
+    moved = nbytes(sets[0]) + nbytes([numbers]) + 2 * rows * n
+    note = f"{tiles.rows} rows, {tiles.step} columns, {tiles.stages} stages, {tiles.warps} warps"
+    shape = f"{rows} x {k} x {n}"
+    found.append(Measured(label, shape, time_us(call, sets), moved, note=note))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = [
+        line
+        for kind in ROUNDINGS
+        for name in SHAPES
+        for rows in args.rows
+        for line in measure(kind, name, rows)
+    ]
+    print_table(describe_device(), found)
+    if args.json:
+        args.json.write_text(json.dumps([line.record() for line in found], indent=1))
+
+
+if __name__ == "__main__":
+    main()
