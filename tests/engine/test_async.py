@@ -118,7 +118,10 @@ def trained_head(world: World, scenario: Scenario) -> BaseSpeculator:
     return speculator
 
 
-@pytest.mark.parametrize("name", ["eagle3 on gemma4", "peagle on gemma4"])
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3 on gemma4", pytest.param("peagle on gemma4", marks=pytest.mark.slow)],
+)
 def test_heads_beside_hybrid_groups(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def check(pair: Pair, layout: Layout, mode: str, patch: pytest.MonkeyPatch, most
     assert "_store_drafts" in kernels
 
 
+@pytest.mark.slow
 def test_stages_of_kernels_choose_the_tokens_of_references(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

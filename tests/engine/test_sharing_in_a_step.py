@@ -170,7 +170,7 @@ def compare(pair: Pair, kind: str, *, temperature: float = 0.0, ahead: bool = Fa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_arrive_together_compute_a_prefix_once(kind: str) -> None:
-    compare(ZOO_PAIRS[9], kind)
+    compare(ZOO_PAIRS[11], kind)
 
 
 @pytest.mark.slow

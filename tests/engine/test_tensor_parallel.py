@@ -47,12 +47,13 @@ def held_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_place, "is_worth_dividing", lambda *_: False)
 
 
-WHOLE = {"gemma4_mtp": ZOO_PAIRS[1], "eagle3": ZOO_PAIRS[7], "mtp": ZOO_PAIRS[10]}
+WHOLE = {"gemma4_mtp": ZOO_PAIRS[1], "eagle3": ZOO_PAIRS[7], "mtp": ZOO_PAIRS[11]}
 
 
 @pytest.mark.parametrize("method", WHOLE)
 def test_heads_that_every_rank_holds_whole(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts again, from other parts of the head."""
+    assert WHOLE[method].method == method
     held_whole(monkeypatch)
     check_case_on_ranks(small_case(1, WHOLE[method], Dtype.float32), 2, Happened())
 

@@ -104,7 +104,7 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     ("name", "verification"),
     [
         ("eagle3 on gemma4", Verification.standard),
-        ("eagle3 on gemma4", Verification.block),
+        pytest.param("eagle3 on gemma4", Verification.block, marks=pytest.mark.slow),
         ("peagle on gemma4", Verification.standard),
         ("dspark on qwen3", Verification.standard),
     ],

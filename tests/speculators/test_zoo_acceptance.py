@@ -34,7 +34,7 @@ NUM_PROMPTS = 12
         ("tiny_gemma4", 5),
         ("tiny_gemma4_e", 3),
         ("tiny_gemma4_moe", 5),
-        ("tiny_gemma4_unified", 3),
+        pytest.param("tiny_gemma4_unified", 3, marks=pytest.mark.slow),
         pytest.param("tiny_gemma4", 3, marks=pytest.mark.slow),
         pytest.param("tiny_gemma4_e", 5, marks=pytest.mark.slow),
         pytest.param("tiny_gemma4_moe", 3, marks=pytest.mark.slow),
