@@ -315,7 +315,7 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _label_width(labels: Sequence[str]) -> int:
-    return min(230, 24 + round(7.8 * max((len(label) for label in labels), default=0)))
+    return min(300, 24 + round(7.8 * max((len(label) for label in labels), default=0)))
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", kind: str | None = None) -> Mark:
