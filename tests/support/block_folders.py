@@ -146,11 +146,9 @@ def write_block(folder: Path, head: PlainBlock, target: Any, form: str) -> Path:
     config |= {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     for name in ("embed_tokens.weight", "lm_head.weight"):
         del tensors[name]
-    written = write(folder, config, tensors)
     if head.mask_embedding is not None:
-        row = {"mask_token_id": head.mask_token, "embedding": head.mask_embedding}
-        torch.save(row, folder / "mask_embedding.pt")
-    return written
+        tensors["mask_embedding"] = head.mask_embedding
+    return write(folder, config, tensors)
 
 
 def _heads(head: PlainBlock) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from hydraspec.models.detect import (
 from hydraspec.models.kv_groups import FULL, SLIDING
 
 PART = "dflash_config"  # the object in which z-lab's files keep the drafter's own keys
-MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights: the row of the mask token
+MASK_EMBEDDING = "mask_embedding"  # the tensor that enters for mask tokens
+MASK_PICKLE = f"{MASK_EMBEDDING}.pt"  # the same as some heads publish it
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 LEAST_BLOCK = 2  # rows: the newest token and a mask
 UNCOMPUTED = {  # z-lab's keys for other attentions -> the only supported value

@@ -16,7 +16,7 @@ import torch
 from hydraspec_kernels.attention import GroupShape
 from torch import Tensor
 
-from hydraspec.models.block_drafter.config import BlockConfig
+from hydraspec.models.block_drafter.config import MASK_EMBEDDING, BlockConfig
 from hydraspec.models.block_drafter.markov import ConfidenceHead, MarkovHead
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_place import whole
@@ -34,6 +34,7 @@ from hydraspec.models.kv_groups import (
 )
 from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Linear
+from hydraspec.models.parts import Tensors
 from hydraspec.models.place import Place
 from hydraspec.types import KVGroupSpec, Rows, TargetStep
 
@@ -101,6 +102,11 @@ class BlockHead(DraftTables):
         self.mask_embedding: Tensor | None = None
         self.embed_scale: float | None = None
         self.groups: dict[str, GroupShape] = {}
+
+    def tensors(self) -> Tensors:
+        """Every weight the checkpoint holds, by its canonical name."""
+        row = self.mask_embedding
+        return super().tensors() | ({} if row is None else {MASK_EMBEDDING: row})
 
     def add_heads(self, num_tokens: int) -> None:
         """Builds DSpark's further heads with empty weights, once the tables are placed. num_tokens:

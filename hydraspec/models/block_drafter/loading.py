@@ -4,8 +4,8 @@ config against the tensors and the target.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from hydraspec.models.aux_states import check_aux_layer_ids
 from hydraspec.models.base import TargetModel
 from hydraspec.models.block_drafter.config import (
     MASK_EMBEDDING,
+    MASK_PICKLE,
     BlockConfig,
     read_block_drafter,
 )
 from hydraspec.models.block_drafter.head import BlockHead, canonical_name
-from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.dense.config import read_dense_config
 from hydraspec.models.detect import Z_LAB, open_draft
 from hydraspec.models.draft_place import layers_place
@@ -57,6 +57,7 @@ def load_block_drafter(
     layers = READERS[config.family](config.layers, where)
     entries: Entries = {}
     if weights == "checkpoint":
+        _check_no_pickle(opened.folder)
         entries = {canonical_name(name): entry for name, entry in opened.entries().items()}
     _check_target(config, layers, target, where)
     _check_tensors(config, entries, target, where)
@@ -72,6 +73,8 @@ def load_block_drafter(
         rows, brings_head = config.draft_vocab_size, config.format != Z_LAB
         place_tables(head, entries, target, where, num_rows=rows, brings_head=brings_head)
         head.add_heads(target.vocab_size)
+        if MASK_EMBEDDING in entries:
+            head.mask_embedding = place.empty(head.hidden_size)
         fill(head, opened, weights=weights, seed=seed)
         head.vocab_map = vocab_map(head, entries, target, weights, where)
         shares = share_equal_embedding(head, target)
@@ -79,8 +82,6 @@ def load_block_drafter(
             head.embed_scale = _embed_scale(head, target)
         for layer in head.layers:
             layer.finish()
-        if weights == "checkpoint":
-            _read_mask_embedding(head, opened)
         head.spec = _spec(head, target, shares)
         head.ban(suppressed(head, target))
     return head
@@ -134,26 +135,14 @@ def _check_tensors(config: BlockConfig, entries: Entries, target: TargetModel, w
         )
 
 
-def _read_mask_embedding(head: BlockHead, opened: Checkpoint) -> None:
-    """Sets the row that mask tokens enter with, if a file beside the weights holds it."""
-    file = opened.folder / MASK_EMBEDDING
-    if not file.is_file():
-        return
-    try:
-        found: Any = torch.load(file, map_location="cpu", weights_only=True)
-        token, row = found["mask_token_id"], found["embedding"]
-        row = row.reshape(head.hidden_size).to(head.place.device, head.place.dtype)
-    except (OSError, pickle.UnpicklingError, KeyError, TypeError, RuntimeError, AttributeError):
+def _check_no_pickle(folder: Path) -> None:
+    """Refuses a folder whose mask embedding is a pickle: without it drafts would be poor."""
+    if (folder / MASK_PICKLE).is_file():
         raise CheckpointError(
-            f"{str(file)!r} cannot be read; expected a dictionary of mask_token_id and embedding "
-            f"[{head.hidden_size}]: download the drafter again"
-        ) from None
-    if int(token) != head.config.mask_token_id:
-        raise CheckpointError(
-            f"{str(file)!r} is for the mask token {int(token)}, config.json names "
-            f"{head.config.mask_token_id}; expected the same: download the drafter again"
+            f"{str(folder / MASK_PICKLE)!r} is not safetensors, and loading a pickle runs code: "
+            f"convert it: save its embedding as the tensor {MASK_EMBEDDING} in a file "
+            f"{MASK_EMBEDDING}.safetensors, and remove {MASK_PICKLE}"
         )
-    head.mask_embedding = row
 
 
 def _spec(head: BlockHead, target: TargetModel, shares_embedding: bool) -> DraftSpec:

@@ -1,5 +1,5 @@
-"""Downloads checkpoints from the Hugging Face hub: weights, json and tokenizer files, never code
-or pickles.
+"""Downloads checkpoints from the Hugging Face hub: weights, json and tokenizer files, never code.
+One small pickle is fetched and not read, so that its drafter is refused instead of drafting badly.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hydraspec.errors import CheckpointError
 
-PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "mask_embedding.pt"]
 SECOND_COPY = ["consolidated*"]  # Mistral's format; many releases have both
 
 
