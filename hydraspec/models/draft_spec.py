@@ -68,6 +68,16 @@ class DraftSpec:
 _QUANTISED = re.compile(r"[-_.](qat|fp8|w[48]a\d+|int[48]|quantized)([-_.].*)?$")
 
 
+def fewer_positions(drafter: int, target: int) -> list[str]:
+    """A note where a drafter was made for fewer positions than its target; else none."""
+    if drafter >= target:
+        return []
+    return [
+        f"the drafter was made for {drafter} positions, the target for {target}: drafts further on "
+        "may be poor"
+    ]
+
+
 def _model_name(checkpoint: str) -> str:
     """The last part of a folder, hub id or zoo name, in lower case and without the ending of a
     quantised release; in a hub cache, the id's."""

@@ -16,7 +16,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.graphs import Captured, Descriptor, GraphBackend, GraphManager
 from hydraspec.graphs.capture import copy_into
 from hydraspec.speculators.base import DraftGraphs
-from hydraspec.speculators.draft_model import DraftModelSpeculator
+from hydraspec.speculators.draft_model import DraftModelSpeculator, step_rows
 from hydraspec.types import (
     Batch,
     Draft,
@@ -217,23 +217,10 @@ def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec])
     A prompt row reads the next prompt token, the newest row the token sampled after it. Rows of
     rejected drafts read arbitrary tokens; their KV is overwritten before any row may see it.
     """
-    first = len(batch.slot_mapping) - len(specs)
-    return Rows(
-        segments=batch.segments,
-        input_ids=shifted_tokens(
-            state.token_ids,
-            batch.slots,
-            batch.row_request,
-            batch.positions,
-            padded=batch.has_padding,
-        ),
-        positions=batch.positions,
-        seq_lens=batch.seq_lens,
-        slot_mapping=batch.slot_mapping[first:],
-        block_tables=batch.block_tables[first:],
-        query_start_loc=batch.query_start_loc,
-        has_padding=batch.has_padding,
+    tokens = shifted_tokens(
+        state.token_ids, batch.slots, batch.row_request, batch.positions, padded=batch.has_padding
     )
+    return step_rows(batch, specs, tokens)
 
 
 def single_rows(

@@ -14,6 +14,7 @@ from hydraspec.errors import ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.block_drafter.head import BlockHead
 from hydraspec.models.block_drafter.loading import load_block_drafter
+from hydraspec.speculators.draft_model import step_rows
 from hydraspec.speculators.parallel import ParallelSpeculator
 from hydraspec.types import Batch, RequestState, Rows, RowSegment, TargetStep, Verdict
 
@@ -76,7 +77,7 @@ class BlockSpeculator(ParallelSpeculator):
     ) -> Tensor | None:
         """States [B, R, D] of whole blocks, after the step's context is written; None where no
         request needs drafts."""
-        context = self._context_rows(batch)
+        context = step_rows(batch, self.draft_specs, batch.input_ids)
         features = self.head.context_features(target_step)
         self.head.write_context(context, features, self.draft_caches)
         if not self.needs_drafts(target_step, batch):
@@ -84,20 +85,6 @@ class BlockSpeculator(ParallelSpeculator):
         rows = self.lay_out(verdict, batch, state)
         states = self.head.draft_block(rows, self.draft_caches)
         return states.view(batch.num_requests, -1, states.shape[1])
-
-    def _context_rows(self, batch: Batch) -> Rows:
-        """The step's rows with the drafter's KV groups."""
-        first = len(batch.block_tables) - len(self.draft_specs)
-        return Rows(
-            segments=batch.segments,
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            seq_lens=batch.seq_lens,
-            slot_mapping=batch.slot_mapping[first:],
-            block_tables=batch.block_tables[first:],
-            query_start_loc=batch.query_start_loc,
-            has_padding=batch.has_padding,
-        )
 
     def lay_out(self, verdict: Verdict, batch: Batch, state: RequestState) -> Rows:
         """The rows of all requests' blocks, from host-known counts and the verdict on the

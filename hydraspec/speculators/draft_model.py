@@ -27,6 +27,21 @@ from hydraspec.types import (
 )
 
 
+def step_rows(batch: Batch, specs: Sequence[KVGroupSpec], input_ids: Tensor) -> Rows:
+    """The step's rows with the KV groups of a drafter, which come last, and its input ids [T]."""
+    first = len(batch.slot_mapping) - len(specs)
+    return Rows(
+        segments=batch.segments,
+        input_ids=input_ids,
+        positions=batch.positions,
+        seq_lens=batch.seq_lens,
+        slot_mapping=batch.slot_mapping[first:],
+        block_tables=batch.block_tables[first:],
+        query_start_loc=batch.query_start_loc,
+        has_padding=batch.has_padding,
+    )
+
+
 class DraftHead(Protocol):
     """The interface of every draft head in `models/`."""
 

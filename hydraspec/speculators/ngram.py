@@ -58,4 +58,4 @@ def continued(text: Tensor, last: Tensor, num_drafts: int, least: int, most: int
     period = (end - place).clamp_min(1)
     ahead = torch.arange(num_drafts, device=text.device)
     drafts = text.gather(1, (place + 1 + ahead % period).clamp_max(text.shape[1] - 1))
-    return torch.where(is_long & (period > 0), drafts, -1)
+    return torch.where(is_long, drafts, -1)

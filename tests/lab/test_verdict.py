@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from fake_engine import Behaviour, FakeEngine, make_info
 
 from hydraspec.lab.run_warnings import verdict_warnings
 from hydraspec.lab.verdict import judge
-from hydraspec.metrics.lossless import verdict_words
+from hydraspec.metrics.lossless import rounds_inputs, verdict_words
+from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.types import Completion, Request
 
 EPS = float(np.finfo(np.float32).eps)
@@ -86,6 +88,12 @@ def test_inputs_rounded_to_fp8_allow_more(
     )
     is_reported = bool(verdict_warnings(within, engine.info))
     assert is_reported == (allowed < 10 / 8), "equality is expected unless inputs are rounded"
+
+
+@pytest.mark.parametrize("inputs", ["token", "group", "static", "float"])
+def test_the_words_of_a_scheme_say_whether_inputs_are_rounded(inputs: Any) -> None:
+    scheme = Scheme(kind="fp8", rows=1, columns=None, inputs=inputs, group=128)
+    assert rounds_inputs({"q_proj": str(scheme)}, "float32") == (inputs != "float")
 
 
 def test_margin_is_taken_after_the_common_prefix() -> None:

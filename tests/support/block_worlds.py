@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from block_folders import draw_block_weights, write_block
 from block_oracle import PlainBlock
-from eagle_worlds import LAYER, RIDGE, SLIDING, fresh_states, make_target
+from eagle_worlds import LAYER, RIDGE, SLIDING, fresh_states, known_texts, make_target
 from plain_loops import MAX_K, DraftedWorld
-from scenarios import KNOWN_TOKENS, random_prompt, seeded, uncached_continuation
+from scenarios import seeded
 from torch import Tensor
 
 FITTED_K = (1, 3, 4, 8)  # blocks of as many drafts, whose states are fitted
-LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
 
 
 @dataclass
@@ -126,12 +125,6 @@ def make_world(folder: Path, name: str, num_prompts: int) -> BlockWorld:
         plain.ids = torch.from_numpy(rng.permutation(target.vocab_size)[:rows]).sort().values
     draw_block_weights(rng, plain, target, rows=rows)
     world = BlockWorld(folder=str(folder / "target"), target=target, plain=plain)
-    texts, first = [], {}
-    for length in rng.permutation(LENGTHS)[:num_prompts]:
-        prompt = random_prompt(rng, int(length), target.vocab_size)
-        world.continuations[prompt] = uncached_continuation(target, prompt, KNOWN_TOKENS)
-        texts.append((*prompt, *world.continuations[prompt]))
-        first[texts[-1]] = len(prompt) + 1
-    fit_head(world, texts, first)
+    fit_head(world, *known_texts(world, rng, num_prompts))
     world.drafter = str(write_block(folder / "drafter", plain, target, form))
     return world

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from dense_oracle import small
 from eagle_folders import (
@@ -32,6 +33,7 @@ from torch import Tensor
 from hydraspec.models.base import TargetModel
 from hydraspec.types import Rows, RowSegment
 
+LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]  # of prompts
 RIDGE = 0.02
 
 LAYER: dict[str, Any] = {
@@ -190,6 +192,20 @@ WORLDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...
 }
 
 
+def known_texts(
+    world: DraftedWorld, rng: np.random.Generator, num_prompts: int
+) -> tuple[list[tuple[int, ...]], dict[Any, int]]:
+    """Texts of some prompts and what the target says after them, which the world then knows; and by
+    text the length up to the first token said."""
+    texts, first = [], {}
+    for length in rng.permutation(LENGTHS)[:num_prompts]:
+        prompt = random_prompt(rng, int(length), world.target.vocab_size)
+        world.continuations[prompt] = uncached_continuation(world.target, prompt, KNOWN_TOKENS)
+        texts.append((*prompt, *world.continuations[prompt]))
+        first[texts[-1]] = len(prompt) + 1
+    return texts, first
+
+
 def make_world(folder: Path, name: str, num_prompts: int) -> EagleWorld:
     method, kind, changes, flags, aux, width, left_out = WORLDS[name]
     target = make_target(folder / "target", kind)
@@ -207,14 +223,7 @@ def make_world(folder: Path, name: str, num_prompts: int) -> EagleWorld:
     world = EagleWorld(folder=str(folder / "target"), target=target, plain=plain)
     if method == "eagle":
         plain.weights["embed_tokens.weight"] = target.table.weight
-    texts, first = [], {}
-    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
-    for length in rng.permutation(lengths)[:num_prompts]:
-        prompt = random_prompt(rng, int(length), target.vocab_size)
-        world.continuations[prompt] = uncached_continuation(target, prompt, KNOWN_TOKENS)
-        texts.append((*prompt, *world.continuations[prompt]))
-        first[texts[-1]] = len(prompt) + 1
-    fit_head(world, texts, first)
+    fit_head(world, *known_texts(world, rng, num_prompts))
     world.drafter = str(write_drafter(folder / "drafter", plain))
     return world
 

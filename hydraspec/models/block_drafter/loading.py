@@ -23,7 +23,7 @@ from hydraspec.models.block_drafter.head import BlockHead, canonical_name
 from hydraspec.models.dense.config import read_dense_config
 from hydraspec.models.detect import Z_LAB, open_draft
 from hydraspec.models.draft_place import layers_place
-from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.draft_spec import DraftSpec, fewer_positions
 from hydraspec.models.draft_tables import (
     Entries,
     place_tables,
@@ -153,11 +153,7 @@ def _spec(head: BlockHead, target: TargetModel, shares_embedding: bool) -> Draft
             f"the drafter's tokens enter scaled by {head.embed_scale:g}, as its authors' code "
             "embeds them for this target"
         )
-    if layers.max_position_embeddings < target.max_position_embeddings:
-        notes.append(
-            f"the drafter was made for {layers.max_position_embeddings} positions, the target for "
-            f"{target.max_position_embeddings}: drafts further on may be poor"
-        )
+    notes += fewer_positions(layers.max_position_embeddings, target.max_position_embeddings)
     return DraftSpec(
         method=config.method,
         hidden_width=layers.hidden_size,

@@ -13,7 +13,7 @@ from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
 from hydraspec.models.draft_place import layers_place
-from hydraspec.models.draft_spec import DraftSpec
+from hydraspec.models.draft_spec import DraftSpec, fewer_positions
 from hydraspec.models.draft_tables import (
     Entries,
     place_tables,
@@ -179,11 +179,7 @@ def _spec(
             "the drafter's files lack lm_head.weight, which heads of its kind bring; the target's "
             "is used instead: if acceptance is low, download the drafter again"
         )
-    if layers.max_position_embeddings < target.max_position_embeddings:
-        notes.append(
-            f"the drafter was made for {layers.max_position_embeddings} positions, the target for "
-            f"{target.max_position_embeddings}: drafts further on may be poor"
-        )
+    notes += fewer_positions(layers.max_position_embeddings, target.max_position_embeddings)
     return DraftSpec(
         method=config.method,
         hidden_width=layers.hidden_size,

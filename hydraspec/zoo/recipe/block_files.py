@@ -12,7 +12,12 @@ from transformers import PreTrainedModel
 
 from hydraspec.zoo.recipe.block_heads import BlockHead, BlockShape
 from hydraspec.zoo.recipe.block_recipes import BlockRecipe
-from hydraspec.zoo.recipe.draft_files import MAX_POSITIONS, SPECULATORS_VERSION
+from hydraspec.zoo.recipe.draft_files import (
+    MAX_POSITIONS,
+    SPECULATORS_VERSION,
+    proposals,
+    vocabulary_tensors,
+)
 from hydraspec.zoo.recipe.modeling import write_tensors
 from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 from hydraspec.zoo.recipe.train_block import build
@@ -23,10 +28,7 @@ def save_block(head: BlockHead, recipe: BlockRecipe, target: PreTrainedModel, fo
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.to(torch.bfloat16) for k, v in head.state_dict().items()}
     if head.token_ids is not None:
-        ids = head.token_ids.cpu()
-        marks = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
-        marks[ids] = True
-        state |= {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+        state |= vocabulary_tensors(head.token_ids, head.shape.vocab_size)
     if recipe.format == "speculators":
         state.pop("embed_tokens.weight", None)  # the target's
     write_tensors(folder, state)
@@ -110,6 +112,7 @@ def _speculators(
     heads: dict[str, Any],
 ) -> dict[str, Any]:
     shape = head.shape
+    proposal = {"proposal_type": "greedy", "speculative_tokens": shape.most_drafts}
     return {
         **(heads if recipe.kind == "dspark" else {}),
         "architectures": ["DFlashDraftModel" if recipe.kind == "dflash" else "DSparkDraftModel"],
@@ -120,17 +123,7 @@ def _speculators(
         "mask_token_id": shape.mask_token_id,
         "sample_from_anchor": shape.samples_anchor,
         "sliding_window_non_causal": False,
-        "speculators_config": {
-            "algorithm": recipe.kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": shape.most_drafts}
-            ],
-            "verifier": {
-                "architectures": [type(target).__name__],
-                "name_or_path": f"zoo:{recipe.target}",
-            },
-        },
+        "speculators_config": proposals(recipe.kind, proposal, target, recipe.target),
         "speculators_model_type": recipe.kind,
         "speculators_version": SPECULATORS_VERSION,
         "target_hidden_size": shape.target_size,

@@ -20,7 +20,7 @@ from transformers import Gemma4ForCausalLM, PreTrainedModel
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import causal_masks, target_logits
 from hydraspec.zoo.recipe.recipes import TargetRecipe, Training
-from hydraspec.zoo.recipe.train_target import build, token_weights
+from hydraspec.zoo.recipe.train_target import build, next_token_loss, token_weights
 from hydraspec.zoo.recipe.training import train
 
 # Fits the MLPs alone; every layer learns from its teacher's inputs.
@@ -169,16 +169,12 @@ def _whole_loss(student: PreTrainedModel, teacher: PreTrainedModel, batch: Seque
     pairs = zip(output.hidden_states[1:], theirs, strict=True)
     errors = torch.stack([_relative_error(a[valid], b[valid]) for a, b in pairs])
     logits = target_logits(student, output.last_hidden_state)[:, :-1]
-    targets, weights = batch.tokens[:, 1:], token_weights(batch)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses.view_as(targets) * weights).sum() / weights.sum() + errors.mean()
+    return next_token_loss(logits, batch, token_weights(batch)) + errors.mean()
 
 
 def _response_loss(student: PreTrainedModel, batch: Sequences) -> Tensor:
     """Mean cross entropy of the responses."""
-    logits, targets, weights = _logits(student, batch), batch.tokens[:, 1:], _is_response(batch)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses.view_as(targets) * weights).sum() / weights.sum()
+    return next_token_loss(_logits(student, batch), batch, _is_response(batch))
 
 
 def _logits(student: PreTrainedModel, batch: Sequences) -> Tensor:

@@ -45,12 +45,29 @@ def save_head(head: DraftHead, recipe: DraftRecipe, target: PreTrainedModel, fol
     else:
         assert isinstance(head, Eagle3Head)
         if head.token_ids is not None:
-            ids = head.token_ids.cpu()
-            marks = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
-            marks[ids] = True
-            state |= {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+            state |= vocabulary_tensors(head.token_ids, head.shape.vocab_size)
         write_tensors(folder, state)
         _write(folder / "config.json", _speculators_config(head, recipe, target))
+
+
+def vocabulary_tensors(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors d2t and t2d of a draft vocabulary, given by its ids [V_draft] of the target."""
+    ids = token_ids.cpu()
+    marks = torch.zeros(vocab_size, dtype=torch.bool)
+    marks[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+
+
+def proposals(
+    algorithm: str, proposal: dict[str, Any], target: PreTrainedModel, name: str
+) -> dict[str, Any]:
+    """The `speculators_config` of a drafter for the zoo's target `name`."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"architectures": [type(target).__name__], "name_or_path": f"zoo:{name}"},
+    }
 
 
 def load_head(folder: Path, recipe: DraftRecipe, target: PreTrainedModel) -> DraftHead:
@@ -122,15 +139,7 @@ def _speculators_config(
         "norm_before_fc": shape.norm_before_fc,
         "norm_before_residual": shape.norm_before_residual,
         "norm_output": shape.norm_output,
-        "speculators_config": {
-            "algorithm": recipe.kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "architectures": [type(target).__name__],
-                "name_or_path": f"zoo:{recipe.target}",
-            },
-        },
+        "speculators_config": proposals(recipe.kind, proposal, target, recipe.target),
         "speculators_model_type": recipe.kind,
         "speculators_version": SPECULATORS_VERSION,
         "target_hidden_size": shape.target_size,

@@ -148,22 +148,22 @@ def by_assistant(target: Gemma4ForCausalLM, assistant: Gemma4AssistantForCausalL
 
 def by_head(target: PreTrainedModel, head: DraftHead, aux_layer_ids: tuple[int, ...]) -> DraftRows:
     """A function that drafts with a head that has its own KV."""
-
-    def rows(text: Generation, k: int) -> Tensor:
-        tokens = torch.tensor([text.tokens], device=target.device)
-        drafts = draft_rows(target, head, tokens, aux_layer_ids, k)[0]
-        return drafts[text.prompt_length - 1 : text.end - 1].cpu()
-
-    return rows
+    return _by_rows(target, lambda tokens, k: draft_rows(target, head, tokens, aux_layer_ids, k))
 
 
 def by_block(target: PreTrainedModel, head: BlockHead, aux_layer_ids: tuple[int, ...]) -> DraftRows:
     """A function that drafts with a block drafter."""
+    return _by_rows(
+        target, lambda tokens, k: block_draft_rows(target, head, tokens, aux_layer_ids, k)
+    )
+
+
+def _by_rows(target: PreTrainedModel, draft: Callable[[Tensor, int], Tensor]) -> DraftRows:
+    """A function that takes the answers' rows of what `draft` gives for whole texts [1, T]."""
 
     def rows(text: Generation, k: int) -> Tensor:
         tokens = torch.tensor([text.tokens], device=target.device)
-        drafts = block_draft_rows(target, head, tokens, aux_layer_ids, k)[0]
-        return drafts[text.prompt_length - 1 : text.end - 1].cpu()
+        return draft(tokens, k)[0][text.prompt_length - 1 : text.end - 1].cpu()
 
     return rows
 

@@ -62,6 +62,14 @@ def token_weights(batch: Sequences) -> Tensor:
     return weight * (place < length)
 
 
+def next_token_loss(logits: Tensor, batch: Sequences, weights: Tensor) -> Tensor:
+    """Mean cross entropy of all tokens but the first, from logits [B, T-1, V], by weights
+    [B, T-1]."""
+    targets = batch.tokens[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses.view_as(targets) * weights).sum() / weights.sum()
+
+
 def train_target(
     recipe: TargetRecipe,
     data: Sequences,
@@ -77,10 +85,7 @@ def train_target(
 
     def loss_of(batch: Sequences) -> Tensor:
         logits = run_target(model, batch.tokens, masks).logits[:, :-1]
-        targets = batch.tokens[:, 1:]
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        weights = token_weights(batch)
-        return (losses.view_as(targets) * weights).sum() / weights.sum()
+        return next_token_loss(logits, batch, token_weights(batch))
 
     if compiled and recipe.family != "gemma4":
         # Equal layers are compiled once; the whole forward would take ten times as long.
