@@ -157,8 +157,10 @@ class Linear(Weights):
 
     def partial_sums(self, x: Tensor) -> Tensor:
         """Output [T, n] for x [T, k], or its partial sums [S, T, n], which the next kernel adds."""
-        if self.bias is not None or self.slab is not None:
+        if self.bias is not None:
             return self.forward(x)
+        if self.slab is not None:
+            return self.slab.partial_sums(x)
         return linear_partials(x, self.weight)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
 from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding
-from hydraspec_kernels.quantised.kernel import product, round_rows, tiles_for
+from hydraspec_kernels.quantised.kernel import product, tiles_for
+from hydraspec_kernels.quantised.round_kernel import round_rows
 from torch import Tensor
 
 # Name -> rows and columns of the matrix.

@@ -16,7 +16,7 @@ from hydraspec_kernels.quantised import (
     row_maxima,
     unpacked,
 )
-from hydraspec_kernels.quantised.kernel import round_rows
+from hydraspec_kernels.quantised.round_kernel import round_rows
 from quantised_reference import expert_sums, rounded
 from torch import Tensor
 from torch.nn.functional import silu

@@ -4,11 +4,20 @@ Catches a number that is not rounded to its nearest neighbour, a scale of anothe
 group, an edge that 16, 32 or 128 do not divide, and memory that is not written.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hydraspec_kernels.quantised import QuantisedMatrix, Rounding, quantised_linear, rounded_rows
-from hydraspec_kernels.quantised.kernel import MOST_ROWS, launch, round_rows, tiles_for
-from hydraspec_kernels.quantised.reference import quantised_linear_reference
+from hydraspec_kernels.quantised import (
+    QuantisedMatrix,
+    Rounding,
+    quantised_linear,
+    quantised_partials,
+    rounded_rows,
+)
+from hydraspec_kernels.quantised.kernel import LEAST_RANGE, MOST_ROWS, launch, tiles_for
+from hydraspec_kernels.quantised.reference import quantised_linear_reference, unpacked_reference
+from hydraspec_kernels.quantised.round_kernel import round_rows, rounded_in_type, unpack
 from kernel_places import DEVICES, poison
 from torch import Tensor
 
@@ -71,6 +80,38 @@ def test_rows_round_to_the_reference_s_bits(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_many_rows_are_rounded_and_stay_in_their_type(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounding = ROUNDINGS[name]
+    if rounding.scale is not None:
+        rounding = Rounding("static", scale=rounding.scale.to(device))
+    poison(monkeypatch)
+    for rows, width in ((3, 300), (131, 2100 if device == "cuda" else 96)):
+        x = rows_of(rows, width, device, NARROW[device])
+        found = rounded_in_type(x, rounding, None)
+        assert torch.equal(found, rounded_rows(x, rounding).to(x.dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_matrix_is_unpacked_to_the_reference_s_bits(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    matrix = matrix_of(70, 320, SCHEMES[name], device)
+    for dtype in (torch.float32, NARROW[device]):
+        assert torch.equal(unpack(matrix, dtype), unpacked_reference(matrix, dtype))
+        rows = matrix.by_row().from_row(33)
+        assert torch.equal(unpack(rows, dtype), unpacked_reference(rows, dtype))
+        two = replace(
+            rows, data=torch.stack([rows.data] * 2), scales=torch.stack([rows.scales, rows.scales])
+        )
+        assert torch.equal(unpack(two, dtype), unpacked_reference(two, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_round_by_the_magnitudes_of_all_ranks(device: str) -> None:
     x = rows_of(5, 96, device, torch.float32)
     maxima = 2 * x.abs().amax(1, keepdim=True)
@@ -123,6 +164,32 @@ def test_many_rows_agree_with_few(name: str) -> None:
     many = quantised_linear(x, matrix).float()
     error = (many - few).abs().amax(1) / few.abs().amax(1).clamp(min=1e-20)
     assert error.max() < 0.01
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("device", "k"), [("cpu", 2080), pytest.param("cuda", 4128, marks=pytest.mark.gpu)]
+)
+def test_partial_sums_add_up_to_the_reference_s(
+    name: str, device: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a row's do not depend on the rows beside it."""
+    poison(monkeypatch)
+    matrix = matrix_of(40, k, SCHEMES[name], device)
+    x = rows_of(17, k, device, NARROW[device])
+    tiles = tiles_for(17, matrix, partials=True)
+    assert tiles is not None
+    assert tiles.splits == k // LEAST_RANGE
+    parts = launch(x, matrix, None, tiles)
+    assert parts.shape == (tiles.splits, 17, 40)
+    wanted = quantised_linear_reference(x.float(), matrix)
+    error = (parts.sum(0) - wanted).abs().amax(1) / wanted.abs().amax(1).clamp(min=1e-20)
+    assert error.max() < (0.01 if "int4" in name or "alone" in name else 1e-4)
+    if device == "cuda":
+        x = rows_of(MOST_ROWS, k, device, NARROW[device])
+        whole = quantised_partials(x, matrix)
+        for count in (1, 16, 17, 33, 64, 65):
+            assert torch.equal(quantised_partials(x[:count], matrix), whole[:, :count]), count
 
 
 def test_what_has_no_kernel_is_left_to_the_library() -> None:

@@ -14,6 +14,7 @@ from hydraspec_kernels.quantised import (
     E4M3,
     QuantisedMatrix,
     quantised_linear,
+    quantised_partials,
     row_maxima,
     unpacked,
 )
@@ -139,14 +140,29 @@ class Slab:
                 continue
             matrix = piece.matrix
             assert matrix is not None, "the weights are not filled yet"
-            if self.inputs.is_part and matrix.rounding.kind == "token" and maxima is None:
-                maxima = whole_maxima(self.group)(x)
+            if maxima is None:
+                maxima = self._maxima(x, matrix)
             if skipped % matrix.rows:
                 matrix = matrix.by_row()
             if skipped:
                 matrix = matrix.from_row(skipped)
             found.append(quantised_linear(x, matrix, maxima))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    def partial_sums(self, x: Tensor) -> Tensor:
+        """x W [T, n] for x [T, k], or its partial sums [S, T, n] in float32."""
+        piece = self.pieces[0]
+        if len(self.pieces) > 1 or isinstance(piece, Plain):
+            return self.product(x)
+        matrix = piece.matrix
+        assert matrix is not None, "the weights are not filled yet"
+        return quantised_partials(x, matrix, self._maxima(x, matrix))
+
+    def _maxima(self, x: Tensor, matrix: QuantisedMatrix) -> Tensor | None:
+        """Largest magnitudes of whole rows, where x [T, k] are parts and each row has its scale."""
+        if self.inputs.is_part and matrix.rounding.kind == "token":
+            return whole_maxima(self.group)(x)
+        return None
 
     def reordered(self, columns: slice, reorder: Callable[[Tensor], Tensor]) -> Slab:
         """A slab in which the rows of one projection [n, ...], which gives these columns, are

@@ -2,7 +2,8 @@
 
 On CUDA up to 128 rows run a kernel that reads the narrow numbers. More rows, of which each has one
 scale, run the library's scaled product from capability 8.9 on, if each row of the matrix has one
-scale too. All else is unpacked to the rows' type first, as everything is on a CPU.
+scale too. All else is unpacked to the rows' type first, by kernels, as everything is on a CPU by
+the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hydraspec_kernels.quantised.reference import (
     quantised_linear_reference,
     rounded_rows,
     row_maxima,
-    unpacked,
+    unpacked_reference,
 )
 from hydraspec_kernels.runtime.launch import runs_kernels
 
@@ -33,6 +34,7 @@ __all__ = [
     "Rounding",
     "integers",
     "quantised_linear",
+    "quantised_partials",
     "rounded_rows",
     "row_maxima",
     "unpacked",
@@ -50,7 +52,8 @@ def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None =
     if not runs_kernels(x) or x.dtype not in _NARROW:
         return quantised_linear_reference(x, matrix, maxima)
     if x.dim() == 2 and matrix.data.dim() == 2:
-        from hydraspec_kernels.quantised.kernel import launch, round_rows, tiles_for  # Triton
+        from hydraspec_kernels.quantised.kernel import launch, tiles_for  # Triton
+        from hydraspec_kernels.quantised.round_kernel import round_rows
 
         if tiles := tiles_for(x.shape[0], matrix):
             return launch(x, matrix, maxima, tiles)
@@ -64,8 +67,33 @@ def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None =
                 out_dtype=x.dtype,
                 use_fast_accum=False,
             )
-    rows = rounded_rows(x, matrix.rounding, maxima).to(x.dtype)
+    if x.dim() == 2 and matrix.rounding.kind != "float":
+        from hydraspec_kernels.quantised.round_kernel import rounded_in_type  # Triton
+
+        rows = rounded_in_type(x, matrix.rounding, maxima)
+    else:
+        rows = rounded_rows(x, matrix.rounding, maxima).to(x.dtype)
     return torch.matmul(rows, unpacked(matrix, x.dtype).transpose(-1, -2))
+
+
+def quantised_partials(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None = None) -> Tensor:
+    """Product [T, N] as of `quantised_linear`, or its partial sums [S, T, N] in float32, for the
+    consumer to add up. S depends on the matrix alone."""
+    if runs_kernels(x) and x.dtype in _NARROW and x.dim() == 2:
+        from hydraspec_kernels.quantised.kernel import launch, tiles_for  # Triton
+
+        if tiles := tiles_for(x.shape[0], matrix, partials=True):
+            return launch(x, matrix, maxima, tiles)
+    return quantised_linear(x, matrix, maxima)
+
+
+def unpacked(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
+    """The matrix [..., N, K] in dtype, each number times its scale rounded once."""
+    if runs_kernels(matrix.data) and dtype is not torch.float64:
+        from hydraspec_kernels.quantised.round_kernel import unpack  # Triton
+
+        return unpack(matrix, dtype)
+    return unpacked_reference(matrix, dtype)
 
 
 def _has_scaled_product(x: Tensor, matrix: QuantisedMatrix) -> bool:

@@ -1,10 +1,9 @@
 """Few rows times a quantised matrix, whose narrow numbers are read once and stay narrow in memory.
 
-`_round_kernel` rounds rows to e4m3 numbers, one program a row or a group of a row. In
-`_product_kernel` a program owns BR rows of the matrix and all of K: FP8 numbers become float16,
-which holds them exactly, so that products are exact and sums are float32; scales are applied to
-sums, of each step where blocks or groups have their own. Four-bit integers are multiplied by their
-scale first, rounded to the type of x once, as the reference does.
+In `_product_kernel` a program owns BR rows of the matrix and all of K, or one of its ranges: FP8
+numbers become float16, which holds them exactly, so that products are exact and sums are float32;
+scales are applied to sums, of each step where blocks or groups have their own. Four-bit integers
+are multiplied by their scale first, rounded to the type of x once, as the reference does.
 """
 
 from __future__ import annotations
@@ -16,13 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
-from hydraspec_kernels.quantised.reference import (
-    E4M3_MAX,
-    LEAST_GROUP_MAX,
-    LEAST_ROW_SCALE,
-    PER_INT32,
-)
+from hydraspec_kernels.quantised.records import QuantisedMatrix
+from hydraspec_kernels.quantised.reference import PER_INT32
+from hydraspec_kernels.quantised.round_kernel import round_rows
 from hydraspec_kernels.runtime.launch import NUM_SMS, shared_bytes
 from hydraspec_kernels.runtime.launch_kernel import (
     dependent_launch,
@@ -33,74 +28,6 @@ from hydraspec_kernels.runtime.launch_kernel import (
 
 MOST_ROWS = 128
 LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
-ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
-
-
-@triton.jit
-def _to_e4m3(v):
-    """The nearest e4m3 numbers of v in -448 to 448, ties to even, in float32.
-
-    Adding 2^20 times the power of two below |v| leaves three bits of fraction.
-    """
-    size = tl.abs(v)
-    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = tl.maximum(power, 0.015625) * 1048576.0  # 2^-6 is the smallest normal number
-    near = (size + shift) - shift
-    return tl.where(v < 0, -near, near)
-
-
-@triton.jit(do_not_specialize=["columns"])
-def _round_kernel(
-    # [T, K] float16 or e4m3
-    numbers_ptr,
-    # [T, G] float32
-    scales_ptr,
-    # [T, K]
-    x_ptr,
-    # [T] float32, where HAS_MAXIMA
-    maxima_ptr,
-    # [1] float32, where STATIC
-    static_ptr,
-    columns,
-    stride_x,
-    GROUP: tl.constexpr,  # numbers that share a scale; 0: a whole row
-    STATIC: tl.constexpr,
-    HAS_MAXIMA: tl.constexpr,
-    LEAST: tl.constexpr,  # of a row's scale, or of a group's largest magnitude
-    MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Rounds a row, or the group of program_id 1 of a row."""
-    start_next(PDL)
-    wait_for_inputs(PDL)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    low = group * GROUP
-    high = tl.minimum(low + GROUP, columns) if GROUP else columns
-    k = tl.arange(0, BLOCK)
-    x_at = x_ptr + row * stride_x
-    if STATIC:
-        scale = tl.load(static_ptr)
-    else:
-        if HAS_MAXIMA:
-            top = tl.load(maxima_ptr + row)
-        else:
-            top = 0.0
-            for start in range(low, high, BLOCK):
-                v = tl.load(x_at + start + k, mask=start + k < high, other=0.0).to(tl.float32)
-                top = tl.maximum(top, tl.max(tl.abs(v), 0))
-        if GROUP:
-            scale = tl.div_rn(tl.maximum(top, LEAST), MOST)
-        else:
-            scale = tl.maximum(tl.div_rn(top, MOST), LEAST)
-    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
-    for start in range(low, high, BLOCK):
-        inside = start + k < high
-        v = tl.load(x_at + start + k, mask=inside, other=0.0).to(tl.float32)
-        v = tl.div_rn(v, tl.zeros_like(v) + scale)
-        v = tl.minimum(tl.maximum(v, -MOST), MOST)
-        number = _to_e4m3(v).to(numbers_ptr.dtype.element_ty)
-        tl.store(numbers_ptr + row * columns + start + k, number, mask=inside)
 
 
 @triton.jit
@@ -138,7 +65,7 @@ def _unpacked(
 
 @triton.jit(do_not_specialize=["M"])
 def _product_kernel(
-    # [M, N]
+    # [M, N], or partial sums [splits, M, N]
     out_ptr,
     # [M, K]: numbers in float16, or rows that are not rounded
     x_ptr,
@@ -162,17 +89,23 @@ def _product_kernel(
     BM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
+    UNIT: tl.constexpr,  # columns, which BK divides: where ranges may begin
     EVEN: tl.constexpr,  # BK divides K
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,  # lines of 128 bytes of a row
     PDL: tl.constexpr,
 ):
-    """All of K for BR rows of the matrix and BM rows of x."""
+    """One range of K for BR rows of the matrix and BM rows of x."""
     start_next(PDL)
+    units, split, splits = tl.cdiv(K, UNIT), tl.program_id(2), tl.num_programs(2)
+    low = split * units // splits * UNIT
+    high = tl.minimum((split + 1) * units // splits * UNIT, K)
     row = tl.minimum(tl.program_id(0) * BR + tl.arange(0, BR), N - 1).to(tl.int64)
     if PDL and PREFETCH > 0:
+        PER_ELEMENT: tl.constexpr = 8 if PACKED else 1
         LINE: tl.constexpr = 128 // (data_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        line = tl.minimum(tl.arange(0, PREFETCH) * LINE, stride_data - 1)
+        first = low // PER_ELEMENT
+        line = tl.minimum(first + tl.arange(0, PREFETCH) * LINE, stride_data - 1)
         prefetch_l2(data_ptr + row[:, None] * stride_data + line[None, :])
     wait_for_inputs(PDL)
     m, k = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BK)
@@ -181,7 +114,7 @@ def _product_kernel(
     scale_at = scales_ptr + row // ROWS * stride_scales
     by_step: tl.constexpr = not PACKED and (COLUMNS > 0 or GROUP > 0)
     y = tl.zeros((BR, BM), tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
+    for start in tl.range(low, high, BK, num_stages=STAGES):
         x_mask = real[:, None]
         if not EVEN:
             x_mask = x_mask & (start + k < K)[None, :]
@@ -213,7 +146,7 @@ def _product_kernel(
     if not PLAIN and GROUP == 0:
         y = y * tl.load(x_scales_ptr + m, mask=real, other=0.0)[None, :]
     n = tl.program_id(0) * BR + tl.arange(0, BR)
-    to = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    to = out_ptr + (split.to(tl.int64) * M + m)[None, :] * N + n[:, None]
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & real[None, :])
 
 
@@ -227,12 +160,17 @@ class Tiles:
     stages: int
     warps: int
     prefetch: int = 4  # lines of 128 bytes of each row, brought into the L2 before x is complete
+    splits: int = 1  # programs that share K
 
 
 # Measured on one H200 at the shapes of Gemma 4 31B: kind of scales -> rows of x -> tiles for few,
 # some and many rows of the matrix, as (rows, step, stages, warps). All have 64 rows and four warps
 # at least, so that one instruction sums every row of x alike, however many there are; smaller tiles
 # would take 5 to 20 % less time for up to 16 rows.
+# Programs on a multiprocessor at once where K is split: with scales for each step they wait longer.
+RESIDENT = {"block": 4, "row": 2, "int4": 2}
+LEAST_RANGE, LEAST_STAGES = 1024, 3  # columns of a range, steps in flight
+RANGE_UNIT = 256  # columns: ranges are the same whatever the step, so that every row's sums are
 SOME, MANY = 64 * NUM_SMS, 3 * 64 * NUM_SMS
 SIZES = {
     "block": {
@@ -256,8 +194,11 @@ SIZES = {
 }
 
 
-def tiles_for(rows: int, matrix: QuantisedMatrix) -> Tiles | None:
-    """Block sizes for `rows` rows of x; None: the matrix, or so many rows, have no kernel."""
+def tiles_for(rows: int, matrix: QuantisedMatrix, *, partials: bool = False) -> Tiles | None:
+    """Block sizes for `rows` rows of x; None: the matrix, or so many rows, have no kernel.
+
+    partials: K may be split, how often depends on the matrix alone, for the same sums of every row.
+    """
     if not 0 < rows <= MOST_ROWS:
         return None
     n, shared = matrix.data.shape[0], (_shared_columns(matrix), matrix.rounding.group)
@@ -272,7 +213,14 @@ def tiles_for(rows: int, matrix: QuantisedMatrix) -> Tiles | None:
         return None
     stage_bytes = step * (2 * m + (wide // 2 if is_packed else wide))
     room = shared_bytes(matrix.data.device) // stage_bytes
-    return Tiles(m, wide, step, max(1, min(stages, room)), warps)
+    if not partials:
+        return Tiles(m, wide, step, max(1, min(stages, room)), warps)
+    splits = max(
+        1, min(RESIDENT[kind] * NUM_SMS // triton.cdiv(n, 64), matrix.width // LEAST_RANGE)
+    )
+    if splits > 1 and room // RESIDENT[kind] >= LEAST_STAGES:
+        room //= RESIDENT[kind]
+    return Tiles(m, wide, step, max(1, min(stages, room)), warps, splits=splits)
 
 
 def _can_unpack(matrix: QuantisedMatrix, step: int) -> bool:
@@ -286,37 +234,9 @@ def _shared_columns(matrix: QuantisedMatrix) -> int:
     return 0 if matrix.scales.shape[-1] == 1 else matrix.columns
 
 
-def round_rows(
-    x: Tensor, rounding: Rounding, maxima: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Numbers [T, K] in dtype (float16 or e4m3), and scales [T, G], of rows x [T, K]."""
-    (rows, columns), group = x.shape, rounding.group if rounding.kind == "group" else 0
-    groups = triton.cdiv(columns, group) if group else 1
-    numbers = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    _round_kernel[(rows, groups)](
-        numbers,
-        scales,
-        x,
-        None if maxima is None else maxima.contiguous(),
-        rounding.scale,
-        columns,
-        x.stride(0),
-        GROUP=group,
-        STATIC=rounding.scale is not None,
-        HAS_MAXIMA=maxima is not None and rounding.kind == "token",
-        LEAST=LEAST_GROUP_MAX if group else LEAST_ROW_SCALE,
-        MOST=E4M3_MAX,
-        BLOCK=min(ROUND_BLOCK, triton.next_power_of_2(group or columns)),
-        num_warps=1 if group else 8,
-        **dependent_launch(x),
-    )
-    return numbers, scales
-
-
 def launch(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None, tiles: Tiles) -> Tensor:
-    """Product [T, N] of rows x [T, K], rounded first, with the matrix, in x's dtype."""
+    """Product [T, N] of rows x [T, K], rounded first, with the matrix, in x's dtype; partial sums
+    [S, T, N] in float32 if the tiles split K."""
     rounding = matrix.rounding
     numbers, scales = x if x.stride(1) == 1 else x.contiguous(), None
     if rounding.kind != "float":
@@ -331,11 +251,15 @@ def product(
     tiles: Tiles,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Product [T, N] in dtype of rounded rows, numbers [T, K] in float16 with scales [T, G], or of
-    rows that are not rounded, with the matrix."""
+    """Product [T, N] in dtype, or partial sums [S, T, N] in float32, of rounded rows, numbers
+    [T, K] in float16 with scales [T, G], or of rows that are not rounded, with the matrix."""
     rows, n, rounding = numbers.shape[0], matrix.data.shape[0], matrix.rounding
-    out = torch.empty(rows, n, dtype=dtype, device=numbers.device)
-    _product_kernel[(triton.cdiv(n, tiles.rows), triton.cdiv(rows, tiles.m))](
+    if tiles.splits > 1:
+        out = numbers.new_empty(tiles.splits, rows, n, dtype=torch.float32)
+    else:
+        out = numbers.new_empty(rows, n, dtype=dtype)
+    grid = triton.cdiv(n, tiles.rows), triton.cdiv(rows, tiles.m), tiles.splits
+    _product_kernel[grid](
         out,
         numbers,
         scales,
@@ -355,6 +279,7 @@ def product(
         BM=tiles.m,
         BR=tiles.rows,
         BK=tiles.step,
+        UNIT=RANGE_UNIT,
         EVEN=matrix.width % tiles.step == 0,
         STAGES=tiles.stages,
         PREFETCH=tiles.prefetch,

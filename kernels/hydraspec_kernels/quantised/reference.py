@@ -70,7 +70,7 @@ def integers(data: Tensor, width: int) -> Tensor:
     return numbers.flatten(-2)[..., :width]
 
 
-def unpacked(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
+def unpacked_reference(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """The matrix [..., N, K] in dtype, each number times its scale rounded once."""
     data = matrix.data
     if data.dtype is torch.int32:
@@ -114,4 +114,4 @@ def quantised_linear_reference(
     """Product [..., T, N] of rows x [..., T, K], rounded, with the matrix, in x's dtype. Sums are
     float32, or float64 for float64."""
     rows = rounded_rows(x, matrix.rounding, maxima)
-    return torch.matmul(rows, unpacked(matrix, rows.dtype).transpose(-1, -2)).to(x.dtype)
+    return torch.matmul(rows, unpacked_reference(matrix, rows.dtype).transpose(-1, -2)).to(x.dtype)

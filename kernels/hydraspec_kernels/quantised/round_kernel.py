@@ -1,0 +1,238 @@
+"""Rows rounded to e4m3 numbers and scales, and what more rows than a product's kernel takes need:
+rows that are rounded and still in their type, and a matrix in it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
+from hydraspec_kernels.quantised.reference import E4M3_MAX, LEAST_GROUP_MAX, LEAST_ROW_SCALE
+from hydraspec_kernels.runtime.launch_kernel import (
+    dependent_launch,
+    start_next,
+    wait_for_inputs,
+)
+
+ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
+FEW_ROWS = 128  # up to these a program rounds one group
+UNPACK_ROWS, UNPACK_COLUMNS = 16, 256  # of a matrix, which a program unpacks
+
+
+@triton.jit
+def _to_e4m3(v):
+    """The nearest e4m3 numbers of v in -448 to 448, ties to even, in float32.
+
+    Adding 2^20 times the power of two below |v| leaves three bits of fraction.
+    """
+    size = tl.abs(v)
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.maximum(power, 0.015625) * 1048576.0  # 2^-6 is the smallest normal number
+    near = (size + shift) - shift
+    return tl.where(v < 0, -near, near)
+
+
+@triton.jit
+def _rounded(v, scale, MOST: tl.constexpr, SCALED: tl.constexpr):
+    """e4m3 numbers of v / scale in float32; SCALED: times the scale again."""
+    v = tl.div_rn(v, tl.zeros_like(v) + scale)
+    number = _to_e4m3(tl.minimum(tl.maximum(v, -MOST), MOST))
+    return number * scale if SCALED else number
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _round_kernel(
+    # [T, K] float16 or e4m3; SCALED: any type
+    numbers_ptr,
+    # [T, 1] float32, unless SCALED
+    scales_ptr,
+    # [T, K]
+    x_ptr,
+    # [T] float32, where HAS_MAXIMA
+    maxima_ptr,
+    # [1] float32, where STATIC
+    static_ptr,
+    columns,
+    stride_x,
+    STATIC: tl.constexpr,
+    HAS_MAXIMA: tl.constexpr,
+    LEAST: tl.constexpr,  # of a row's scale
+    MOST: tl.constexpr,
+    SCALED: tl.constexpr,  # numbers times scales
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rounds a row."""
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x_at = x_ptr + row * stride_x
+    if STATIC:
+        scale = tl.load(static_ptr)
+    else:
+        if HAS_MAXIMA:
+            top = tl.load(maxima_ptr + row)
+        else:
+            top = 0.0
+            for start in range(0, columns, BLOCK):
+                v = tl.load(x_at + start + k, mask=start + k < columns, other=0.0).to(tl.float32)
+                top = tl.maximum(top, tl.max(tl.abs(v), 0))
+        scale = tl.maximum(tl.div_rn(top, MOST), LEAST)
+    if not SCALED:
+        tl.store(scales_ptr + row, scale)
+    for start in range(0, columns, BLOCK):
+        inside = start + k < columns
+        v = tl.load(x_at + start + k, mask=inside, other=0.0).to(tl.float32)
+        number = _rounded(v, scale, MOST, SCALED).to(numbers_ptr.dtype.element_ty)
+        tl.store(numbers_ptr + row * columns + start + k, number, mask=inside)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _round_groups_kernel(
+    # [T, K] float16 or e4m3; SCALED: any type
+    numbers_ptr,
+    # [T, groups] float32, unless SCALED
+    scales_ptr,
+    # [T, K]
+    x_ptr,
+    columns,
+    groups,
+    stride_x,
+    GROUP: tl.constexpr,  # numbers that share a scale
+    LEAST: tl.constexpr,  # of a group's largest magnitude
+    MOST: tl.constexpr,
+    SCALED: tl.constexpr,  # numbers times scales
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,  # GROUP, or the next power of two
+    PDL: tl.constexpr,
+):
+    """Rounds GROUPS groups of a row."""
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group, of_group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, BLOCK)
+    k = group[:, None] * GROUP + of_group[None, :]
+    inside = (k < columns) & (of_group < GROUP)[None, :]
+    v = tl.load(x_ptr + row * stride_x + k, mask=inside, other=0.0).to(tl.float32)
+    top = tl.maximum(tl.max(tl.abs(v), 1), LEAST)
+    scale = tl.div_rn(top, tl.zeros_like(top) + MOST)
+    if not SCALED:
+        tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+    number = _rounded(v, scale[:, None], MOST, SCALED).to(numbers_ptr.dtype.element_ty)
+    tl.store(numbers_ptr + row * columns + k, number, mask=inside)
+
+
+@triton.jit
+def _unpack_kernel(
+    # [E, N, K], contiguous
+    out_ptr,
+    # [E, N, K] e4m3, or [E, N, K / 8] int32
+    data_ptr,
+    # [E, R, C] float32
+    scales_ptr,
+    N,
+    K,
+    stride_stack,
+    stride_data,
+    stride_scales_stack,
+    stride_scales,
+    ROWS: tl.constexpr,  # that share a scale
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Numbers times scales of BR rows and BK columns of a matrix."""
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    one = tl.program_id(2).to(tl.int64)
+    n, k = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(0) * BK + tl.arange(0, BK)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    at = data_ptr + one * stride_stack + n.to(tl.int64)[:, None] * stride_data
+    if PACKED:
+        words = tl.load(at + (k // 8)[None, :], mask=inside, other=0)
+        number = (((words >> (k % 8 * 4)[None, :]) & 15) - 8).to(tl.float32)
+    else:
+        number = tl.load(at + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale_at = scales_ptr + one * stride_scales_stack + (n // ROWS * stride_scales)[:, None]
+    scale = tl.load(scale_at + (k // COLUMNS)[None, :], mask=inside, other=0.0)
+    to = out_ptr + (one * N + n)[:, None] * K + k[None, :]
+    tl.store(to, (number * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def round_rows(
+    x: Tensor, rounding: Rounding, maxima: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Numbers [T, K] in dtype (float16 or e4m3), and scales [T, G], of rows x [T, K]."""
+    groups = triton.cdiv(x.shape[1], rounding.group) if rounding.kind == "group" else 1
+    scales = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
+    return _round(x, rounding, maxima, dtype, scales), scales
+
+
+def rounded_in_type(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> Tensor:
+    """Rows x [T, K] as they enter a product: numbers times scales, in x's dtype."""
+    return _round(x, rounding, maxima, x.dtype, None)
+
+
+def _round(
+    x: Tensor,
+    rounding: Rounding,
+    maxima: Tensor | None,
+    dtype: torch.dtype,
+    scales: Tensor | None,
+) -> Tensor:
+    """Numbers [T, K] in dtype, and fills scales; without scales, numbers times their scales."""
+    rows, columns = x.shape
+    numbers = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    options = {"MOST": E4M3_MAX, "SCALED": scales is None, **dependent_launch(x)}
+    if rounding.kind == "group":
+        groups, block = triton.cdiv(columns, rounding.group), triton.next_power_of_2(rounding.group)
+        several = 1 if rows <= FEW_ROWS else max(1, ROUND_BLOCK // block)
+        _round_groups_kernel[(rows, triton.cdiv(groups, several))](
+            *(numbers, scales, x, columns, groups, x.stride(0)),
+            GROUP=rounding.group,
+            LEAST=LEAST_GROUP_MAX,
+            GROUPS=several,
+            BLOCK=block,
+            num_warps=1 if several == 1 else 4,
+            **options,
+        )
+    else:
+        _round_kernel[(rows,)](
+            *(numbers, scales, x, None if maxima is None else maxima.contiguous(), rounding.scale),
+            columns,
+            x.stride(0),
+            STATIC=rounding.scale is not None,
+            HAS_MAXIMA=maxima is not None and rounding.kind == "token",
+            LEAST=LEAST_ROW_SCALE,
+            BLOCK=min(ROUND_BLOCK, triton.next_power_of_2(columns)),
+            num_warps=8,
+            **options,
+        )
+    return numbers
+
+
+def unpack(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
+    """The matrix [..., N, K] in a type of up to 32 bits, each number times its scale."""
+    data, scales, k = matrix.data, matrix.scales, matrix.width
+    *stack, n, _ = data.shape
+    out = torch.empty(*stack, n, k, dtype=dtype, device=data.device)
+    if not out.numel():
+        return out
+    data, scales = data.view(-1, *data.shape[-2:]), scales.view(-1, *scales.shape[-2:])
+    grid = triton.cdiv(k, UNPACK_COLUMNS), triton.cdiv(n, UNPACK_ROWS), data.shape[0]
+    _unpack_kernel[grid](
+        *(out, data, scales, n, k, *data.stride()[:2], *scales.stride()[:2]),
+        ROWS=matrix.rows,
+        COLUMNS=matrix.columns,
+        PACKED=data.dtype is torch.int32,
+        BR=UNPACK_ROWS,
+        BK=UNPACK_COLUMNS,
+        **dependent_launch(out),
+    )
+    return out
