@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
 from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding
-from hydraspec_kernels.quantised.kernel import product, tiles_for
-from hydraspec_kernels.quantised.round_kernel import round_rows
+from hydraspec_kernels.quantised.kernel import product
+from hydraspec_kernels.quantised.plan import SpecializedTiles, tiles_for
+from hydraspec_kernels.quantised.round_kernel import round_rows, rounded
+from hydraspec_kernels.quantised.specialized_kernel import specialized_product
 from torch import Tensor
 
 # Name -> rows and columns of the matrix.
@@ -57,20 +59,30 @@ def measure(kind: str, name: str, rows: int) -> list[Measured]:
     """The product, after the rounding of its rows where they are rounded."""
     n, k = SHAPES[name]
     x, rounding, label = rows_of(rows, k), ROUNDINGS[kind], f"{kind}, {name}"
-    found, numbers, row_scales = [], x, None
-    if rounding.kind != "float":
-        numbers, row_scales = round_rows(x, rounding, None, torch.float16)
-        micros = time_us(lambda v: round_rows(v, rounding, None, torch.float16), [(x,)])
-        found.append(Measured(f"{label}: rounding", f"{rows} x {k}", micros, 2 * nbytes([x])))
     sets = rotation(lambda: stored(kind, n, k))
-    tiles = tiles_for(rows, matrix_of(kind, k, *sets[0]))
+    partials = name.startswith(("o", "down"))
+    tiles = tiles_for(rows, matrix_of(kind, k, *sets[0]), partials=partials)
     assert tiles is not None, "these shapes have kernels"
+    found = []
+    if rounding.kind != "float":
+        micros = time_us(lambda v: rounded(v, rounding, None), [(x,)])
+        found.append(Measured(f"{label}: rounding", f"{rows} x {k}", micros, 2 * nbytes([x])))
+    if isinstance(tiles, SpecializedTiles):
+        in_e4m3 = rounded(x, rounding, None)
+        note = f"{tiles.columns} rows, {tiles.stages} stages, {tiles.splits} splits"
 
-    def call(data: Tensor, scales: Tensor) -> Tensor:
-        return product(numbers, row_scales, matrix_of(kind, k, data, scales), tiles, x.dtype)
+        def call(data: Tensor, scales: Tensor) -> Tensor:
+            return specialized_product(in_e4m3, matrix_of(kind, k, data, scales), tiles, x.dtype)
+    else:
+        numbers, row_scales = x, None
+        if rounding.kind != "float":
+            numbers, row_scales = round_rows(x, rounding, None, torch.float16)
+        note = f"{tiles.rows} rows, {tiles.step} columns, {tiles.stages} stages"
 
-    moved = nbytes(sets[0]) + nbytes([numbers]) + 2 * rows * n
-    note = f"{tiles.rows} rows, {tiles.step} columns, {tiles.stages} stages, {tiles.warps} warps"
+        def call(data: Tensor, scales: Tensor) -> Tensor:
+            return product(numbers, row_scales, matrix_of(kind, k, data, scales), tiles, x.dtype)
+
+    moved = nbytes(sets[0]) + nbytes([x]) + 2 * rows * n
     shape = f"{rows} x {k} x {n}"
     found.append(Measured(label, shape, time_us(call, sets), moved, note=note))
     return found

@@ -15,7 +15,8 @@ from hydraspec_kernels.quantised import (
     quantised_partials,
     rounded_rows,
 )
-from hydraspec_kernels.quantised.kernel import LEAST_RANGE, MOST_ROWS, launch, tiles_for
+from hydraspec_kernels.quantised.kernel import launch
+from hydraspec_kernels.quantised.plan import LEAST_RANGE, MOST_ROWS, tiles_for
 from hydraspec_kernels.quantised.reference import quantised_linear_reference, unpacked_reference
 from hydraspec_kernels.quantised.round_kernel import round_rows, rounded_in_type, unpack
 from kernel_places import DEVICES, poison
@@ -185,7 +186,9 @@ def test_partial_sums_add_up_to_the_reference_s(
     assert parts.shape == (tiles.splits, 17, 40)
     wanted = quantised_linear_reference(x.float(), matrix)
     error = (parts.sum(0) - wanted).abs().amax(1) / wanted.abs().amax(1).clamp(min=1e-20)
-    assert error.max() < (0.01 if "int4" in name or "alone" in name else 1e-4)
+    rounds_weights = "int4" in name or "alone" in name
+    # FP8 tensor cores sum the products of a step with some 14 bits.
+    assert error.max() < (0.01 if rounds_weights else 1e-3 if device == "cuda" else 1e-4)
     if device == "cuda":
         x = rows_of(MOST_ROWS, k, device, NARROW[device])
         whole = quantised_partials(x, matrix)

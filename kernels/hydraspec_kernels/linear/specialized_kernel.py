@@ -63,7 +63,7 @@ def _copy_weights(
 
 
 @gluon.jit
-def _copy(
+def copy_steps(
     x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low, steps, tiles,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BRANCHES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
@@ -110,6 +110,20 @@ def _store(out, v, n0, m0, M, N, R: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
+def store_sums(out, y, n0, m0, M, N, R: gl.constexpr, BM: gl.constexpr):
+    """Stores y [BM, R] in float32 to columns from n0, in rows from m0, of this program's range of K
+    of out [splits, M, N], in its type."""
+    v = y.to(out.dtype.element_ty)
+    if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes per thread
+        ACROSS: gl.constexpr = min(R // 8, 32)
+        LAYOUT: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 // ACROSS, ACROSS], [BM // 16, 1], [1, 0]
+        )
+        v = gl.convert_layout(v, LAYOUT)
+    _store(out, v, n0, m0, M, N, R, BM)
+
+
+@gluon.jit
 def _finish(
     out, bias, y, n0, m0, M, N, softcap,
     R: gl.constexpr, BM: gl.constexpr, END: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -129,14 +143,7 @@ def _finish(
         y = y * _logistic(y) * up
     elif END == "softcap":
         y = softcap * (2 * _logistic(2 * y / softcap) - 1)
-    v = y.to(out.dtype.element_ty)
-    if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes per thread
-        ACROSS: gl.constexpr = min(R // 8, 32)
-        LAYOUT: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [32 // ACROSS, ACROSS], [BM // 16, 1], [1, 0]
-        )
-        v = gl.convert_layout(v, LAYOUT)
-    _store(out, v, n0, m0, M, N, R, BM)
+    store_sums(out, y, n0, m0, M, N, R, BM)
 
 
 @gluon.jit
@@ -251,7 +258,7 @@ def _specialized_kernel(
                 ),
             ),
             (
-                _copy,
+                copy_steps,
                 (
                     x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
                     steps, tiles, R0, R1, R2, BK, STAGES, BRANCHES, BYTES, PDL,

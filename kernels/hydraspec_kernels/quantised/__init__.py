@@ -1,9 +1,9 @@
 """Products with quantised matrices: rows rounded as the checkpoint says, narrow numbers, scales.
 
-On CUDA up to 128 rows run a kernel that reads the narrow numbers. More rows, of which each has one
-scale, run the library's scaled product from capability 8.9 on, if each row of the matrix has one
-scale too. All else is unpacked to the rows' type first, by kernels, as everything is on a CPU by
-the reference.
+On CUDA up to 128 rows run a kernel that reads the narrow numbers (`plan`), on Hopper with FP8
+tensor cores. More rows, of which each has one scale, run the library's scaled product from
+capability 8.9 on, if each row of the matrix has one scale too. All else is unpacked to the rows'
+type first, by kernels, as everything is on a CPU by the reference.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None =
     if not runs_kernels(x) or x.dtype not in _NARROW:
         return quantised_linear_reference(x, matrix, maxima)
     if x.dim() == 2 and matrix.data.dim() == 2:
-        from hydraspec_kernels.quantised.kernel import launch, tiles_for  # Triton
+        from hydraspec_kernels.quantised.kernel import launch  # Triton
+        from hydraspec_kernels.quantised.plan import tiles_for
         from hydraspec_kernels.quantised.round_kernel import round_rows
 
         if tiles := tiles_for(x.shape[0], matrix):
@@ -80,7 +81,8 @@ def quantised_partials(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None
     """Product [T, N] as of `quantised_linear`, or its partial sums [S, T, N] in float32, for the
     consumer to add up. S depends on the matrix alone."""
     if runs_kernels(x) and x.dtype in _NARROW and x.dim() == 2:
-        from hydraspec_kernels.quantised.kernel import launch, tiles_for  # Triton
+        from hydraspec_kernels.quantised.kernel import launch  # Triton
+        from hydraspec_kernels.quantised.plan import tiles_for
 
         if tiles := tiles_for(x.shape[0], matrix, partials=True):
             return launch(x, matrix, maxima, tiles)

@@ -8,26 +8,25 @@ are multiplied by their scale first, rounded to the type of x once, as the refer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.quantised.plan import (
+    RANGE_UNIT,
+    SpecializedTiles,
+    Tiles,
+    shared_columns,
+)
 from hydraspec_kernels.quantised.records import QuantisedMatrix
-from hydraspec_kernels.quantised.reference import PER_INT32
-from hydraspec_kernels.quantised.round_kernel import round_rows
-from hydraspec_kernels.runtime.launch import NUM_SMS, shared_bytes
+from hydraspec_kernels.quantised.round_kernel import round_rows, rounded
 from hydraspec_kernels.runtime.launch_kernel import (
     dependent_launch,
     prefetch_l2,
     start_next,
     wait_for_inputs,
 )
-
-MOST_ROWS = 128
-LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
 
 
 @triton.jit
@@ -150,93 +149,18 @@ def _product_kernel(
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & real[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Block sizes of one `_product_kernel` launch."""
-
-    m: int
-    rows: int
-    step: int
-    stages: int
-    warps: int
-    prefetch: int = 4  # lines of 128 bytes of each row, brought into the L2 before x is complete
-    splits: int = 1  # programs that share K
-
-
-# Measured on one H200 at the shapes of Gemma 4 31B: kind of scales -> rows of x -> tiles for few,
-# some and many rows of the matrix, as (rows, step, stages, warps). All have 64 rows and four warps
-# at least, so that one instruction sums every row of x alike, however many there are; smaller tiles
-# would take 5 to 20 % less time for up to 16 rows.
-# Programs on a multiprocessor at once where K is split: with scales for each step they wait longer.
-RESIDENT = {"block": 4, "row": 2, "int4": 2}
-LEAST_RANGE, LEAST_STAGES = 1024, 3  # columns of a range, steps in flight
-RANGE_UNIT = 256  # columns: ranges are the same whatever the step, so that every row's sums are
-SOME, MANY = 64 * NUM_SMS, 3 * 64 * NUM_SMS
-SIZES = {
-    "block": {
-        16: ((64, 128, 5, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
-        32: ((64, 128, 8, 4), (128, 128, 8, 8), (64, 128, 3, 4)),
-        64: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),  # not measured
-        128: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),
-    },
-    "row": {
-        16: ((64, 256, 8, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
-        32: ((64, 256, 5, 4), (64, 256, 3, 4), (64, 128, 3, 4)),
-        64: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),  # not measured
-        128: ((64, 128, 4, 4), (64, 128, 3, 4), (64, 128, 3, 4)),
-    },
-    "int4": {
-        16: ((64, 256, 8, 4), (64, 256, 3, 4), (128, 128, 3, 8)),
-        32: ((64, 256, 5, 4), (64, 256, 3, 4), (64, 256, 3, 4)),
-        64: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),  # not measured
-        128: ((64, 128, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8)),
-    },
-}
-
-
-def tiles_for(rows: int, matrix: QuantisedMatrix, *, partials: bool = False) -> Tiles | None:
-    """Block sizes for `rows` rows of x; None: the matrix, or so many rows, have no kernel.
-
-    partials: K may be split, how often depends on the matrix alone, for the same sums of every row.
-    """
-    if not 0 < rows <= MOST_ROWS:
-        return None
-    n, shared = matrix.data.shape[0], (_shared_columns(matrix), matrix.rounding.group)
-    is_packed = matrix.data.dtype is torch.int32
-    kind = "int4" if is_packed else "block" if any(shared) else "row"
-    m = next(size for size in (16, 32, 64, 128) if rows <= size)
-    wide, step, stages, warps = SIZES[kind][m][(n >= SOME) + (n >= MANY)]
-    for columns in () if is_packed else shared:
-        while columns % step:
-            step //= 2
-    if step < LEAST_STEP or (is_packed and not _can_unpack(matrix, step)):
-        return None
-    stage_bytes = step * (2 * m + (wide // 2 if is_packed else wide))
-    room = shared_bytes(matrix.data.device) // stage_bytes
-    if not partials:
-        return Tiles(m, wide, step, max(1, min(stages, room)), warps)
-    splits = max(
-        1, min(RESIDENT[kind] * NUM_SMS // triton.cdiv(n, 64), matrix.width // LEAST_RANGE)
-    )
-    if splits > 1 and room // RESIDENT[kind] >= LEAST_STAGES:
-        room //= RESIDENT[kind]
-    return Tiles(m, wide, step, max(1, min(stages, room)), warps, splits=splits)
-
-
-def _can_unpack(matrix: QuantisedMatrix, step: int) -> bool:
-    """Returns whether steps of packed integers are whole words, and groups whole or cut evenly."""
-    shared = _shared_columns(matrix)
-    return not (matrix.width % PER_INT32 or shared % PER_INT32 or (shared % step and step % shared))
-
-
-def _shared_columns(matrix: QuantisedMatrix) -> int:
-    """Columns that share a scale; 0: all."""
-    return 0 if matrix.scales.shape[-1] == 1 else matrix.columns
-
-
-def launch(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None, tiles: Tiles) -> Tensor:
+def launch(
+    x: Tensor,
+    matrix: QuantisedMatrix,
+    maxima: Tensor | None,
+    tiles: Tiles | SpecializedTiles,
+) -> Tensor:
     """Product [T, N] of rows x [T, K], rounded first, with the matrix, in x's dtype; partial sums
     [S, T, N] in float32 if the tiles split K."""
+    if isinstance(tiles, SpecializedTiles):
+        from hydraspec_kernels.quantised.specialized_kernel import specialized_product  # Gluon
+
+        return specialized_product(rounded(x, matrix.rounding, maxima), matrix, tiles, x.dtype)
     rounding = matrix.rounding
     numbers, scales = x if x.stride(1) == 1 else x.contiguous(), None
     if rounding.kind != "float":
@@ -272,7 +196,7 @@ def product(
         matrix.data.stride(0),
         matrix.scales.stride(0),
         ROWS=matrix.rows,
-        COLUMNS=_shared_columns(matrix),
+        COLUMNS=shared_columns(matrix),
         GROUP=rounding.group if rounding.kind == "group" else 0,
         PLAIN=rounding.kind == "float",
         PACKED=matrix.data.dtype is torch.int32,

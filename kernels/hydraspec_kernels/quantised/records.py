@@ -18,6 +18,19 @@ class Rounding:
 
 
 @dataclass(slots=True, frozen=True)
+class RoundedRows:
+    """Rows rounded to e4m3."""
+
+    padded: Tensor  # [T or more, K] e4m3; what follows the rows is never used
+    scales: Tensor  # [T, G] float32
+
+    @property
+    def numbers(self) -> Tensor:
+        """[T, K] e4m3."""
+        return self.padded[: self.scales.shape[0]]
+
+
+@dataclass(slots=True, frozen=True)
 class QuantisedMatrix:
     """A matrix W [N, K] = numbers * scales, or a stack of them [E, N, K]."""
 

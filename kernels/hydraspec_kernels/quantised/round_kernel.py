@@ -9,8 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
-from hydraspec_kernels.quantised.reference import E4M3_MAX, LEAST_GROUP_MAX, LEAST_ROW_SCALE
+from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows, Rounding
+from hydraspec_kernels.quantised.reference import (
+    E4M3,
+    E4M3_MAX,
+    LEAST_GROUP_MAX,
+    LEAST_ROW_SCALE,
+)
 from hydraspec_kernels.runtime.launch_kernel import (
     dependent_launch,
     start_next,
@@ -19,6 +24,7 @@ from hydraspec_kernels.runtime.launch_kernel import (
 
 ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
 FEW_ROWS = 128  # up to these a program rounds one group
+ROWS_OF_TILES = 64  # of x, in the warp-specialised product
 UNPACK_ROWS, UNPACK_COLUMNS = 16, 256  # of a matrix, which a program unpacks
 
 
@@ -168,26 +174,46 @@ def round_rows(
     x: Tensor, rounding: Rounding, maxima: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Numbers [T, K] in dtype (float16 or e4m3), and scales [T, G], of rows x [T, K]."""
-    groups = triton.cdiv(x.shape[1], rounding.group) if rounding.kind == "group" else 1
-    scales = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
-    return _round(x, rounding, maxima, dtype, scales), scales
+    numbers, scales = torch.empty(x.shape, dtype=dtype, device=x.device), _scales_of(x, rounding)
+    _round(x, rounding, maxima, numbers, scales)
+    return numbers, scales
+
+
+def rounded(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> RoundedRows:
+    """Rows x [T, K] in e4m3, in memory of whole tiles of rows."""
+    scales, padded = _scales_of(x, rounding), empty_padded(*x.shape, x.device)
+    _round(x, rounding, maxima, padded[: x.shape[0]], scales)
+    return RoundedRows(padded, scales)
+
+
+def empty_padded(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Memory of `rows` rows or more in e4m3. A tile that is copied whole takes up to a quarter less
+    time than one that ends after its first rows (measured on an H200)."""
+    rows = triton.cdiv(rows, ROWS_OF_TILES) * ROWS_OF_TILES
+    return torch.empty(rows, columns, dtype=E4M3, device=device)
 
 
 def rounded_in_type(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> Tensor:
     """Rows x [T, K] as they enter a product: numbers times scales, in x's dtype."""
-    return _round(x, rounding, maxima, x.dtype, None)
+    numbers = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _round(x, rounding, maxima, numbers, None)
+    return numbers
+
+
+def _scales_of(x: Tensor, rounding: Rounding) -> Tensor:
+    groups = triton.cdiv(x.shape[1], rounding.group) if rounding.kind == "group" else 1
+    return torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
 
 
 def _round(
     x: Tensor,
     rounding: Rounding,
     maxima: Tensor | None,
-    dtype: torch.dtype,
+    numbers: Tensor,
     scales: Tensor | None,
-) -> Tensor:
-    """Numbers [T, K] in dtype, and fills scales; without scales, numbers times their scales."""
+) -> None:
+    """Fills numbers [T, K], contiguous, and scales; without scales, numbers times their scales."""
     rows, columns = x.shape
-    numbers = torch.empty(rows, columns, dtype=dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     options = {"MOST": E4M3_MAX, "SCALED": scales is None, **dependent_launch(x)}
     if rounding.kind == "group":
@@ -214,7 +240,6 @@ def _round(
             num_warps=8,
             **options,
         )
-    return numbers
 
 
 def unpack(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,165 @@
+"""The tiles of a product of few rows with a quantised matrix, from its shape and scales alone.
+
+On Hopper rows and matrices in FP8 with the usual scales run the warp-specialised kernel; all else
+that few rows meet runs the plain one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hydraspec_kernels.quantised.records import QuantisedMatrix
+from hydraspec_kernels.quantised.reference import E4M3, PER_INT32
+from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
+
+MOST_ROWS = 128
+LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
+STEP = 128  # columns of a step of the warp-specialised kernel: those of a block of scales
+SHARED_BYTES = 226 << 10  # of a program, less its barriers
+MOST_COLUMNS = 176  # of a program: its sums and those of a step are in registers
+ALIGNMENT = 16  # bytes, of rows that are copied as tiles
+
+
+@dataclass(frozen=True, slots=True)
+class SpecializedTiles:
+    """A specialisation of the warp-specialised kernel and its grid."""
+
+    m: int  # rows of x a program holds: 64 or 128
+    columns: tuple[int, ...]  # rows of the matrix, per product: up to three powers of two
+    stages: int  # steps in flight
+    splits: int = 1  # programs that share K
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Block sizes of one `_product_kernel` launch."""
+
+    m: int
+    rows: int
+    step: int
+    stages: int
+    warps: int
+    prefetch: int = 4  # lines of 128 bytes of each row, brought into the L2 before x is complete
+    splits: int = 1  # programs that share K
+
+
+# Measured on one H200 at the shapes of Gemma 4 31B: kind of scales -> rows of x -> tiles for few,
+# some and many rows of the matrix, as (rows, step, stages, warps). All have 64 rows and four warps
+# at least, so that one instruction sums every row of x alike, however many there are; smaller tiles
+# would take 5 to 20 % less time for up to 16 rows.
+# Programs on a multiprocessor at once where K is split: with scales for each step they wait longer.
+RESIDENT = {"block": 4, "row": 2, "int4": 2}
+LEAST_RANGE, LEAST_STAGES = 1024, 3  # columns of a range, steps in flight
+RANGE_UNIT = 256  # columns: ranges are the same whatever the step, so that every row's sums are
+SOME, MANY = 64 * NUM_SMS, 3 * 64 * NUM_SMS
+SIZES = {
+    "block": {
+        16: ((64, 128, 5, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
+        32: ((64, 128, 8, 4), (128, 128, 8, 8), (64, 128, 3, 4)),
+        64: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),  # not measured
+        128: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),
+    },
+    "row": {
+        16: ((64, 256, 8, 4), (64, 128, 8, 4), (128, 128, 3, 4)),
+        32: ((64, 256, 5, 4), (64, 256, 3, 4), (64, 128, 3, 4)),
+        64: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),  # not measured
+        128: ((64, 128, 4, 4), (64, 128, 3, 4), (64, 128, 3, 4)),
+    },
+    "int4": {
+        16: ((64, 256, 8, 4), (64, 256, 3, 4), (128, 128, 3, 8)),
+        32: ((64, 256, 5, 4), (64, 256, 3, 4), (64, 256, 3, 4)),
+        64: ((64, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 4)),  # not measured
+        128: ((64, 128, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8)),
+    },
+}
+
+
+def tiles_for(
+    rows: int, matrix: QuantisedMatrix, *, partials: bool = False
+) -> Tiles | SpecializedTiles | None:
+    """Tiles for `rows` rows of x; None: the matrix, or so many rows, have no kernel.
+
+    partials: K may be split, how often depends on the matrix alone, for the same sums of every row.
+    """
+    if not 0 < rows <= MOST_ROWS:
+        return None
+    if _is_specialized(matrix):
+        return _specialized(rows, matrix, partials)
+    n, shared = matrix.data.shape[0], (shared_columns(matrix), matrix.rounding.group)
+    is_packed = matrix.data.dtype is torch.int32
+    kind = "int4" if is_packed else "block" if any(shared) else "row"
+    m = next(size for size in (16, 32, 64, 128) if rows <= size)
+    wide, step, stages, warps = SIZES[kind][m][(n >= SOME) + (n >= MANY)]
+    for columns in () if is_packed else shared:
+        while columns % step:
+            step //= 2
+    if step < LEAST_STEP or (is_packed and not _can_unpack(matrix, step)):
+        return None
+    stage_bytes = step * (2 * m + (wide // 2 if is_packed else wide))
+    room = shared_bytes(matrix.data.device) // stage_bytes
+    if not partials:
+        return Tiles(m, wide, step, max(1, min(stages, room)), warps)
+    splits = max(1, min(RESIDENT[kind] * NUM_SMS // _divided(n, 64), matrix.width // LEAST_RANGE))
+    if splits > 1 and room // RESIDENT[kind] >= LEAST_STAGES:
+        room //= RESIDENT[kind]
+    return Tiles(m, wide, step, max(1, min(stages, room)), warps, splits=splits)
+
+
+def _can_unpack(matrix: QuantisedMatrix, step: int) -> bool:
+    """Returns whether steps of packed integers are whole words, and groups whole or cut evenly."""
+    shared = shared_columns(matrix)
+    return not (matrix.width % PER_INT32 or shared % PER_INT32 or (shared % step and step % shared))
+
+
+def shared_columns(matrix: QuantisedMatrix) -> int:
+    """Columns that share a scale; 0: all."""
+    return 0 if matrix.scales.shape[-1] == 1 else matrix.columns
+
+
+def _divided(size: int, unit: int) -> int:
+    return -(-size // unit)
+
+
+def _is_specialized(matrix: QuantisedMatrix) -> bool:
+    """Returns whether the warp-specialised kernel takes the matrix: each step has one scale for a
+    row of x and at most two for the rows of the matrix that share a tile."""
+    data, rounding = matrix.data, matrix.rounding
+    has_blocks = matrix.scales.shape[-1] > 1
+    return (
+        data.dtype is E4M3
+        and is_hopper(data.device)
+        and rounding.kind != "float"
+        and (rounding.kind != "group" or rounding.group == STEP)
+        and not (has_blocks and (matrix.columns != STEP or matrix.rows < STEP))
+        and data.stride(0) % ALIGNMENT == matrix.width % ALIGNMENT == 0
+        and data.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def _specialized(rows: int, matrix: QuantisedMatrix, partials: bool) -> SpecializedTiles:
+    """Tiles that give every multiprocessor the same share, in as few waves as registers allow."""
+    n, columns, splits = matrix.data.shape[0], (STEP,), 1
+    if partials:
+        splits = max(1, min(NUM_SMS // _divided(n, STEP), matrix.width // LEAST_RANGE))
+    if splits == 1:
+        columns = _even(n)
+    m = 64 if rows <= 64 else 128
+    steps = _divided(matrix.width, STEP * splits)
+    shared = SHARED_BYTES
+    if splits == 1:
+        shared -= 2 * m * columns[0]  # the output, before it is stored
+    room = shared // (STEP * (m + sum(columns)))
+    return SpecializedTiles(m, columns, max(2, min(room, steps)), splits)
+
+
+def _even(n: int) -> tuple[int, ...]:
+    """Up to three powers of two: a program's share of n, in whole waves of programs."""
+    waves = _divided(n, NUM_SMS * MOST_COLUMNS)
+    least = max(_divided(n, NUM_SMS * waves), 16)
+    for share in range(_divided(least, 8) * 8, MOST_COLUMNS + 1, 8):
+        powers = tuple(size for size in (128, 64, 32, 16, 8) if share & size)
+        if len(powers) <= 3:
+            return powers
+    return (STEP,)
