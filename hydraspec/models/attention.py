@@ -18,6 +18,7 @@ from hydraspec_kernels.attention import (
     with_gain,
     write_qkv,
 )
+from hydraspec_kernels.quantised import RoundedRows, Rounding
 from torch import Tensor
 
 from hydraspec.models.kv_groups import GroupPass
@@ -93,7 +94,12 @@ class Attention(Weights):
         )
         return with_gain(heads) if self.uses_cpu_norms else heads
 
-    def partial_sums(self, x: Tensor, shared: GroupPass, cache: Tensor) -> Tensor:
+    @property
+    def rounding_before(self) -> Rounding | None:
+        """See `Linear.rounding_before`."""
+        return self.qkv.rounding_before
+
+    def partial_sums(self, x: Tensor | RoundedRows, shared: GroupPass, cache: Tensor) -> Tensor:
         """Output [T, output_size] for x [T, input_size], normed, or its partial sums
         [S, T, output_size].
 
@@ -111,7 +117,7 @@ class Attention(Weights):
         )
         return self.out.partial_sums(attended)
 
-    def write_kv(self, x: Tensor, shared: GroupPass, cache: Tensor) -> None:
+    def write_kv(self, x: Tensor | RoundedRows, shared: GroupPass, cache: Tensor) -> None:
         """Writes keys and values of x [T, input_size], normed, into cache, without attention."""
         first = self.shape.num_heads * self.shape.head_dim
         kv = self.qkv.by_library(x, first)

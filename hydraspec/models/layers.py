@@ -20,6 +20,7 @@ from hydraspec_kernels.norms import (
     rms_norm,
     rms_norm_cpu,
 )
+from hydraspec_kernels.quantised import MOST_ROWS, RoundedRows, Rounding
 from torch import Tensor
 
 from hydraspec.models.kv_groups import GroupPass
@@ -37,6 +38,8 @@ class Norm(Weights):
     def __init__(self, size: int, eps: float, place: Place) -> None:
         self.weight = place.empty(size)
         self.eps, self.uses_cpu_norms = eps, place.uses_cpu_norms
+        # Of the quantised map that alone reads what `add_and_norm` computes by this norm.
+        self.rounding: Rounding | None = None
 
     @cached_property
     def gain(self) -> NormGain | None:
@@ -58,9 +61,9 @@ def add_and_norm(
     next_norm: Norm | None,
     scale: float | None = None,
     group: TensorGroup = SOLO,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | RoundedRows]:
     """Residual sum: sets the stream h [T, D] to (h + post(x)) * scale in place. Returns h, and
-    next_norm(h) for the next part.
+    next_norm(h) for the next part, rounded if the norm says how and the rows are few.
 
     x is a block's output [T, D] or its partial sums [S, T, D], of which every rank of `group` has
     some. post None: x is added as it is (pre-norm decoders); next_norm None: the next part reads
@@ -78,7 +81,8 @@ def add_and_norm(
         next_gain = None if next_norm is None else next_norm.gain
         summed = add_norm_cpu(h, x, post=post_gain, next_norm=next_gain, scale=scale)
     else:
-        summed = add_norm(h, x, **_kernel_options(post, next_norm, scale))
+        rounding = None if next_norm is None or h.shape[0] > MOST_ROWS else next_norm.rounding
+        summed = add_norm(h, x, rounding=rounding, **_kernel_options(post, next_norm, scale))
     return summed.h, summed.h if summed.y is None else summed.y
 
 
@@ -107,13 +111,21 @@ class GatedMLP(Weights):
         self.gate_up = Linear(place, size, {"gate_proj": columns, "up_proj": columns}, bias=bias)
         self.down = Linear(place, columns, {"down_proj": size}, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Output [T, D] for x [T, D]; a rank's addend where ranks divide the inner width."""
-        return self.down.forward(self.gate_up.gated(x, self.activation))
+    @property
+    def rounding_before(self) -> Rounding | None:
+        """See `Linear.rounding_before`."""
+        return self.gate_up.rounding_before
 
-    def partial_sums(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | RoundedRows) -> Tensor:
+        """Output [T, D] for x [T, D]; a rank's addend where ranks divide the inner width."""
+        return self.down.forward(self._inner(x))
+
+    def partial_sums(self, x: Tensor | RoundedRows) -> Tensor:
         """Output [T, D] for x [T, D], or its partial sums [S, T, D]."""
-        return self.down.partial_sums(self.gate_up.gated(x, self.activation))
+        return self.down.partial_sums(self._inner(x))
+
+    def _inner(self, x: Tensor | RoundedRows) -> Tensor | RoundedRows:
+        return self.gate_up.gated(x, self.activation, self.down.rounding_before)
 
 
 class PreNormLayer(Weights):
@@ -151,8 +163,13 @@ class PreNormLayer(Weights):
         """Computes derived weights, if there are any; call once after the weights are filled."""
 
     def forward(
-        self, h: Tensor, y: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        h: Tensor,
+        y: Tensor | RoundedRows,
+        shared: GroupPass,
+        cache: Tensor,
+        next_norm: Norm | None,
+    ) -> tuple[Tensor, Tensor | RoundedRows]:
         """The stream after the layer, and its norm by `next_norm`, for the stream h [T, D] (changed
         in place) and the attention's input y [T, ...], mostly input_norm(h).
         """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 
 import torch
-from hydraspec_kernels.activation import gated_activation
+from hydraspec_kernels.activation import gated_activation, rounded_activation
 from hydraspec_kernels.linear import (
     Activation,
     gated_linear,
@@ -19,6 +19,7 @@ from hydraspec_kernels.linear import (
     linear_partials,
     scaled_gelu_linear,
 )
+from hydraspec_kernels.quantised import MOST_ROWS, RoundedRows, Rounding
 from torch import Tensor
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as library_linear
@@ -147,26 +148,44 @@ class Linear(Weights):
                 found[f"{name}.bias"] = divided(self.bias[columns], 0, share)
         return found
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def rounding_before(self) -> Rounding | None:
+        """How the kernel that writes up to MOST_ROWS rows x may round them for this map, which then
+        takes `RoundedRows`; None: not at all."""
+        return None if self.slab is None else self.slab.rounding_before
+
+    def forward(self, x: Tensor | RoundedRows) -> Tensor:
         """Output [T, n] for x [T, k]; a rank's addend where ranks divide the inputs."""
         bias = self.bias if self._adds_bias else None
         if self.slab is None:
+            assert isinstance(x, Tensor)
             return linear(x, self.weight, bias)
         y = self.slab.product(x)
         return y if bias is None else y.add_(bias)
 
-    def partial_sums(self, x: Tensor) -> Tensor:
+    def partial_sums(self, x: Tensor | RoundedRows) -> Tensor:
         """Output [T, n] for x [T, k], or its partial sums [S, T, n], which the next kernel adds."""
         if self.bias is not None:
             return self.forward(x)
         if self.slab is not None:
             return self.slab.partial_sums(x)
+        assert isinstance(x, Tensor)
         return linear_partials(x, self.weight)
 
-    def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Product act(gate(x)) * up(x) [T, n / 2] for x [T, k]; the slab holds gate and up."""
+    def gated(
+        self, x: Tensor | RoundedRows, activation: Activation, rounding: Rounding | None = None
+    ) -> Tensor | RoundedRows:
+        """Product act(gate(x)) * up(x) [T, n / 2] for x [T, k]; the slab holds gate and up.
+
+        rounding: of the map that reads it, if it is to be rounded here (`rounding_before`).
+        """
         if self.slab is not None:
-            return gated_activation(self.forward(x), activation)
+            both = self.forward(x)
+            fuses = rounding is not None and rounding.kind == "group"
+            if rounding is not None and fuses and both.shape[0] <= MOST_ROWS:
+                return rounded_activation(both, activation, rounding)
+            return gated_activation(both, activation)
+        assert isinstance(x, Tensor)
         return gated_linear(x, self.weight, self.bias, activation=activation)
 
     def gelu_times(self, x: Tensor, factor: Tensor) -> Tensor:
@@ -175,13 +194,14 @@ class Linear(Weights):
             return gelu(self.forward(x), approximate="tanh").mul_(factor)
         return scaled_gelu_linear(x, self.weight, factor)
 
-    def by_library(self, x: Tensor, first: int = 0) -> Tensor:
+    def by_library(self, x: Tensor | RoundedRows, first: int = 0) -> Tensor:
         """Columns `first` and later of `forward`, by the library's product: for float32, and for
         columns that decoding never takes alone, so that no kernel is compiled for them."""
         bias = None if self.bias is None else self.bias[first:]
         if self.slab is not None:
             y = self.slab.product(x, first)
             return y if bias is None else y.add_(bias)
+        assert isinstance(x, Tensor)
         return library_linear(x, self.weight[:, first:].t(), bias)
 
     def with_weight(self, weight: Tensor) -> Linear:

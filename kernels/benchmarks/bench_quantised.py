@@ -72,7 +72,7 @@ def measure(kind: str, name: str, rows: int) -> list[Measured]:
         note = f"{tiles.columns} rows, {tiles.stages} stages, {tiles.splits} splits"
 
         def call(data: Tensor, scales: Tensor) -> Tensor:
-            return specialized_product(in_e4m3, matrix_of(kind, k, data, scales), tiles, x.dtype)
+            return specialized_product(in_e4m3, matrix_of(kind, k, data, scales), tiles)
     else:
         numbers, row_scales = x, None
         if rounding.kind != "float":

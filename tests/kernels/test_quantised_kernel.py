@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydraspec_kernels.activation.kernel import gated_activation_cuda, rounded_activation_cuda
+from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda
 from hydraspec_kernels.quantised import (
     QuantisedMatrix,
     Rounding,
@@ -118,6 +120,34 @@ def test_rows_round_by_the_magnitudes_of_all_ranks(device: str) -> None:
     maxima = 2 * x.abs().amax(1, keepdim=True)
     numbers, scales = round_rows(x, Rounding("token"), maxima, torch.float16)
     assert torch.equal(numbers.float() * scales, rounded_rows(x, Rounding("token"), maxima))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [384, 300])
+@pytest.mark.parametrize("name", ["token", "group 128"])
+def test_a_norm_and_a_gate_round_as_the_product_would(
+    name: str, width: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, into memory that is wider than the rows."""
+    rounding, dtype = ROUNDINGS[name], NARROW[device]
+    poison(monkeypatch)
+    h, x = rows_of(5, width, device, dtype), rows_of(6, width, device, dtype)[1:]
+    gain = rows_of(1, width, device, dtype)[0].contiguous() + 1
+    options = {"post_weight": gain, "next_weight": gain, "eps": 1e-6, "scale": 0.5}
+    wanted = add_norm_cuda(h.clone(), x, **options).y
+    found = add_norm_cuda(h.clone(), x, **options, rounding=rounding).y
+    pairs = [(wanted, found)]
+    if rounding.kind == "group":
+        both = rows_of(7, 2 * width, device, dtype).clamp(-30, 30)
+        gated = gated_activation_cuda(both, "silu")
+        pairs.append((gated, rounded_activation_cuda(both, "silu", rounding)))
+    for wanted, found in pairs:
+        numbers, scales = round_rows(wanted, rounding, None, torch.float8_e4m3fn)
+        assert found.padded.shape == (64, width)
+        assert torch.equal(found.numbers.float(), numbers.float())
+        assert torch.equal(found.scales, scales)
+        some = torch.tensor([4, 1], device=device)
+        assert torch.equal(found.index_select(0, some).numbers.float(), numbers[[4, 1]].float())
 
 
 SHAPES = [(1, 40, 96), (5, 70, 160), (17, 33, 104)]

@@ -53,6 +53,12 @@ class DenseLayer(PreNormLayer):
             has_input_norm=has_input_norm,
         )
 
+    def finish(self) -> None:
+        """Lets norms round for the maps that read them; call once after the weights are filled."""
+        if self.input_norm is not None:
+            self.input_norm.rounding = self.attention.rounding_before
+        self.post_attention_norm.rounding = self.mlp.rounding_before
+
     @staticmethod
     def group_shape(config: DenseConfig, kind: str, block_size: int, place: Place) -> GroupShape:
         """Attention shape of the KV group of a kind of layers, with this rank's heads."""

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from hydraspec_kernels.attention import GroupShape
+from hydraspec_kernels.quantised import RoundedRows
 from torch import Tensor
 
 from hydraspec.models.dense.config import DenseConfig
@@ -67,7 +68,7 @@ class FusedLayer(DenseLayer):
 
     def fuse(
         self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | RoundedRows]:
         """The stream after the layer, and its norm by `next_norm`, for embeddings e and states h,
         [T, D] each; writes and reads cache.
         """
@@ -198,6 +199,7 @@ class EagleHead(DraftTables):
         passes = group_passes(self.groups, rows, tables, dtype)
         caches = iter(kv_caches)
         norms = [*(layer.input_norm for layer in self.layers), self.norm]
+        y: Tensor | RoundedRows
         if self.first is not None:
             shared = passes[self.first.kind]
             h, y = self.first.fuse(e, hidden, shared, next(caches), norms[0])
@@ -207,4 +209,5 @@ class EagleHead(DraftTables):
             y = h if norms[0] is None else norms[0].forward(h)
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             h, y = layer.forward(h, y, passes[layer.kind], next(caches), next_norm)
+        assert isinstance(y, Tensor), "the last norm is not the input of a layer"
         return y, y if self.config.norm_output else h

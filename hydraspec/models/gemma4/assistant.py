@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from hydraspec_kernels.attention import hold_kv, plan_attention
 from hydraspec_kernels.embedding import centroid_greedy, centroid_head
+from hydraspec_kernels.quantised import RoundedRows
 from hydraspec_kernels.rope import rope_table
 from torch import Tensor
 
@@ -178,10 +179,11 @@ class Gemma4Assistant(Weights):
         what the step before returned.
         """
         h = self.pre.forward(self.target.embed_beside(token_ids, hidden, rows))
-        y = self.layers[0].input_norm.forward(h)
+        y: Tensor | RoundedRows = self.layers[0].input_norm.forward(h)
         for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
             shared, cache = context.passes[layer.kind], context.caches[layer.kind]
             h, y = layer.forward(h, y, shared, cache, next_norm)
+        assert isinstance(y, Tensor), "the last norm is not the input of a layer"
         return y, self.post.forward(y)
 
     def compute_logits(self, d: Tensor) -> Tensor:

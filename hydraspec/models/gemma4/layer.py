@@ -10,6 +10,7 @@ import torch
 from hydraspec_kernels.attention import GroupShape
 from hydraspec_kernels.moe import route
 from hydraspec_kernels.norms import rms_norm
+from hydraspec_kernels.quantised import RoundedRows
 from hydraspec_kernels.rope import Frequencies, rope_table
 from torch import Tensor
 
@@ -127,21 +128,26 @@ class Gemma4Layer(Weights):
         self.scale: float | None = None  # the scalar as a host number, set by `finish`; None: 1
 
     def finish(self) -> None:
-        """Reads layer_scalar on the host; call once after the weights are filled."""
+        """Reads layer_scalar on the host, and lets norms round for the maps that alone read them;
+        call once after the weights are filled.
+        """
         scale = float(self.layer_scalar.double().item())
         self.scale = None if scale == 1.0 else scale
-        if self.experts is not None:
+        self.input_norm.rounding = self.attention.rounding_before
+        if self.experts is None:
+            self.pre_mlp_norm.rounding = self.mlp.rounding_before
+        else:
             self.experts.finish()
 
     def forward(
         self,
         h: Tensor,
-        y: Tensor,
+        y: Tensor | RoundedRows,
         shared: GroupPass,
         cache: Tensor,
         next_norm: Norm,
         per_layer_input: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | RoundedRows]:
         """The stream after the layer, and its norm by `next_norm`, for the stream h [T, D] (changed
         in place) and y = input_norm(h).
         """

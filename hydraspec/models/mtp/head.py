@@ -67,7 +67,9 @@ class MTPLayer(Weights):
         x = self.projection.forward(torch.cat(parts, -1))
         norm = self.block.input_norm
         y = x if norm is None else norm.forward(x)
-        return self.block.forward(x, y, shared, cache, self.final_norm)[1]
+        states = self.block.forward(x, y, shared, cache, self.final_norm)[1]
+        assert isinstance(states, Tensor), "the last norm is not the input of a layer"
+        return states
 
 
 class MTPHead(Weights):

@@ -13,8 +13,11 @@ import torch
 from hydraspec_kernels.quantised import (
     E4M3,
     QuantisedMatrix,
+    RoundedRows,
+    Rounding,
     quantised_linear,
     quantised_partials,
+    rounding_before,
     row_maxima,
     unpacked,
 )
@@ -128,14 +131,29 @@ class Slab:
             if isinstance(piece, Piece):
                 piece.finish()
 
-    def product(self, x: Tensor, first: int = 0) -> Tensor:
-        """Columns `first` and later of x W [T, n - first] for x [T, k]."""
+    @property
+    def rounding_before(self) -> Rounding | None:
+        """How the kernel that writes few rows x may round them for `product`; None: not at all."""
+        found = []
+        for piece in self.pieces:
+            if isinstance(piece, Plain) or piece.matrix is None:
+                return None
+            found.append(rounding_before(piece.matrix))
+        rounding = found[0]
+        if rounding is None or any(each != rounding for each in found):
+            return None
+        return None if self.inputs.is_part and rounding.kind == "token" else rounding
+
+    def product(self, x: Tensor | RoundedRows, first: int = 0) -> Tensor:
+        """Columns `first` and later of x W [T, n - first] for x [T, k], which may be rounded as
+        `rounding_before` says."""
         maxima, found = None, []
         for piece in self.pieces:
             if piece.columns.stop <= first:
                 continue
             skipped = max(first - piece.columns.start, 0)
             if isinstance(piece, Plain):
+                assert isinstance(x, Tensor)
                 found.append(library_linear(x, piece.weight[skipped:]))
                 continue
             matrix = piece.matrix
@@ -149,8 +167,8 @@ class Slab:
             found.append(quantised_linear(x, matrix, maxima))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
-    def partial_sums(self, x: Tensor) -> Tensor:
-        """x W [T, n] for x [T, k], or its partial sums [S, T, n] in float32."""
+    def partial_sums(self, x: Tensor | RoundedRows) -> Tensor:
+        """x W [T, n] for x [T, k], as for `product`, or its partial sums [S, T, n] in float32."""
         piece = self.pieces[0]
         if len(self.pieces) > 1 or isinstance(piece, Plain):
             return self.product(x)
@@ -158,9 +176,9 @@ class Slab:
         assert matrix is not None, "the weights are not filled yet"
         return quantised_partials(x, matrix, self._maxima(x, matrix))
 
-    def _maxima(self, x: Tensor, matrix: QuantisedMatrix) -> Tensor | None:
+    def _maxima(self, x: Tensor | RoundedRows, matrix: QuantisedMatrix) -> Tensor | None:
         """Largest magnitudes of whole rows, where x [T, k] are parts and each row has its scale."""
-        if self.inputs.is_part and matrix.rounding.kind == "token":
+        if isinstance(x, Tensor) and self.inputs.is_part and matrix.rounding.kind == "token":
             return whole_maxima(self.group)(x)
         return None
 

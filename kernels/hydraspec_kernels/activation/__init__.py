@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.activation.reference import gated_activation_reference
+from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-__all__ = ["Activation", "gated_activation"]
+__all__ = ["Activation", "gated_activation", "rounded_activation"]
 
 Activation = Literal["gelu_tanh", "silu"]
 
@@ -22,3 +23,11 @@ def gated_activation(gate_up: Tensor, activation: Activation = "gelu_tanh") -> T
 
         return gated_activation_cuda(gate_up, activation)
     return gated_activation_reference(gate_up, activation)
+
+
+def rounded_activation(gate_up: Tensor, activation: Activation, rounding: Rounding) -> RoundedRows:
+    """`gated_activation` of gate_up [T, 2I] on CUDA, rounded to e4m3 for the product that reads it,
+    each group by a scale of its own (`quantised.rounding_before`)."""
+    from hydraspec_kernels.activation.kernel import rounded_activation_cuda  # Triton
+
+    return rounded_activation_cuda(gate_up, activation, rounding)

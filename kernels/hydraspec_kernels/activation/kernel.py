@@ -7,6 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.quantised.records import RoundedRows, Rounding
+from hydraspec_kernels.quantised.reference import E4M3_MAX
+from hydraspec_kernels.quantised.round_kernel import (
+    empty_padded,
+    empty_scales,
+    least_of,
+    rounded_row,
+)
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 BLOCK = 1024  # columns of a program: 16 bytes per thread of four warps
@@ -27,13 +35,18 @@ def gelu_tanh(x):
 
 @triton.jit
 def gated_activation_kernel(
-    # [rows, inner]
+    # [rows, inner]; e4m3 where GROUP is not 0
     out_ptr,
+    # [rows, groups] float32; not written where GROUP is 0
+    scales_ptr,
     # [rows, 2 * inner] in rows of gate_up_stride
     gate_up_ptr,
     inner,
     gate_up_stride,
     USES_SILU: tl.constexpr,
+    GROUP: tl.constexpr,  # numbers of the output that share a scale; 0: it is not rounded to e4m3
+    LEAST: tl.constexpr,  # of a group's largest magnitude
+    MOST: tl.constexpr,  # the largest e4m3 number
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -46,30 +59,62 @@ def gated_activation_kernel(
     start = gate_up_ptr + row * gate_up_stride
     gate = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + inner + column, mask=inside, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
+    dtype = gate_up_ptr.dtype.element_ty
     activated = silu(gate) if USES_SILU else gelu_tanh(gate)
     out = activated.to(dtype).to(tl.float32) * up  # rounded in between, like two operators
-    tl.store(out_ptr + row * inner + column, out.to(dtype), mask=inside)
+    out = out.to(dtype)
+    if GROUP:
+        out, scale = rounded_row(out.to(tl.float32), GROUP, LEAST, MOST, BLOCK)
+        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        groups = tl.cdiv(inner, GROUP)
+        tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+    tl.store(out_ptr + row * inner + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def gated_activation_cuda(gate_up: Tensor, activation: str) -> Tensor:
     """See `hydraspec_kernels.activation.gated_activation`."""
     inner = gate_up.shape[-1] // 2
-    assert gate_up.shape[-1] == 2 * inner
     if gate_up.stride(-1) != 1 or (gate_up.dim() != 2 and not gate_up.is_contiguous()):
         gate_up = gate_up.contiguous()
     out = torch.empty(*gate_up.shape[:-1], inner, dtype=gate_up.dtype, device=gate_up.device)
-    if not out.numel():
-        return out
+    _launch(out, None, gate_up, activation, None)
+    return out
+
+
+def rounded_activation_cuda(gate_up: Tensor, activation: str, rounding: Rounding) -> RoundedRows:
+    """See `hydraspec_kernels.activation.rounded_activation`."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = empty_padded(rows, inner, gate_up.device)
+    scales = empty_scales(gate_up[:, :inner], rounding)
+    _launch(out, scales, gate_up, activation, rounding)
+    return RoundedRows(out, scales, gate_up.dtype)
+
+
+def _launch(
+    out: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    activation: str,
+    rounding: Rounding | None,
+) -> None:
+    """Fills out [..., I], and scales, for gate_up [..., 2I]."""
+    inner = gate_up.shape[-1] // 2
+    assert gate_up.shape[-1] == 2 * inner
+    assert gate_up.stride(-1) == 1
+    if not gate_up.numel():
+        return
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * inner
-    gated_activation_kernel[(out.numel() // inner, triton.cdiv(inner, BLOCK))](
+    gated_activation_kernel[(gate_up.numel() // (2 * inner), triton.cdiv(inner, BLOCK))](
         out,
+        scales,
         gate_up,
         inner,
         stride,
         USES_SILU=activation == "silu",
+        GROUP=0 if rounding is None else rounding.group,
+        LEAST=least_of(rounding),
+        MOST=E4M3_MAX,
         BLOCK=BLOCK,
         num_warps=4,
         **dependent_launch(gate_up),
     )
-    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NotRequired, TypedDict
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from hydraspec_kernels.norms.cpu import NormGain, add_norm_cpu, rms_norm_cpu
 from hydraspec_kernels.norms.records import MAX_WIDTH, AddNorm
 from hydraspec_kernels.norms.reference import add_norm_reference, rms_norm_reference
+from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
@@ -57,17 +59,23 @@ def add_norm(
     eps: float,
     scale: float | None = None,
     has_post_norm: bool = True,
+    rounding: Rounding | None = None,
 ) -> AddNorm:
     """Residual sum of a decoder layer with the norms around it, in one kernel:
     h' = (h + norm(x)) * scale, written into h [T, D], and y = norm(h').
 
     x is [T, D], or partial sums [S, T, D], which are added up first (`linear_partials`). Without
     has_post_norm x is added as it is (pre-norm decoders). post_weight [D] None: a norm without
-    weight. next_weight [D] None: no y. Both norms take eps.
+    weight. next_weight [D] None: no y. Both norms take eps. rounding: how the product that reads y
+    rounds it, which the kernel does then, for a group or a row (`quantised.rounding_before`).
     """
-    run = add_norm_reference
     if runs_kernels(h) and h.dtype is not torch.float64:
-        from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda as run  # Triton
+        from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda  # Triton
+
+        run = partial(add_norm_cuda, rounding=rounding)
+    else:
+        assert rounding is None, "only the kernel rounds"
+        run = partial(add_norm_reference)
     return run(
         h,
         x,

@@ -9,6 +9,14 @@ from torch import Tensor
 
 from hydraspec_kernels.norms.records import MAX_WIDTH, AddNorm
 from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
+from hydraspec_kernels.quantised.records import RoundedRows, Rounding
+from hydraspec_kernels.quantised.reference import E4M3_MAX
+from hydraspec_kernels.quantised.round_kernel import (
+    empty_padded,
+    empty_scales,
+    least_of,
+    rounded_row,
+)
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 REGISTERS = 65536  # of an SM
@@ -19,8 +27,10 @@ FEW_ROWS = 512
 def add_norm_kernel(
     # [T, width] in rows of h_stride, read and written
     h_ptr,
-    # [T, width]
+    # [T, width]; e4m3 with ROUNDS
     y_ptr,
+    # [T, groups] float32; not written unless ROUNDS
+    scales_ptr,
     # [PARTS, T, width]
     x_ptr,
     # [width]
@@ -37,6 +47,10 @@ def add_norm_kernel(
     HAS_POST_NORM: tl.constexpr,
     HAS_POST_WEIGHT: tl.constexpr,
     HAS_NEXT_NORM: tl.constexpr,
+    ROUNDS: tl.constexpr,  # y to e4m3
+    GROUP: tl.constexpr,  # numbers of y that share a scale; WIDTH: a row's do
+    LEAST: tl.constexpr,  # of a group's largest magnitude, of a row's scale
+    MOST: tl.constexpr,  # the largest e4m3 number
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -71,7 +85,13 @@ def add_norm_kernel(
     if HAS_NEXT_NORM:
         wide = h.to(tl.float32)
         y = wide * inverse_rms(wide, width, eps) * next_weight.to(tl.float32)
-        tl.store(y_ptr + row * width + column, y.to(dtype), mask=inside)
+        y = y.to(dtype)
+        if ROUNDS:
+            y, scale = rounded_row(y.to(tl.float32), GROUP, LEAST, MOST, WIDTH)
+            group = tl.arange(0, WIDTH // GROUP)
+            groups = tl.cdiv(width, GROUP)
+            tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+        tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def add_norm_cuda(
@@ -83,6 +103,7 @@ def add_norm_cuda(
     eps: float,
     scale: float | None = None,
     has_post_norm: bool = True,
+    rounding: Rounding | None = None,
 ) -> AddNorm:
     """See `hydraspec_kernels.norms.add_norm`; D is at most MAX_WIDTH."""
     rows, width = h.shape
@@ -92,10 +113,15 @@ def add_norm_cuda(
     assert h.stride(1) == 1
     if x.stride(-1) != 1:
         x = x.contiguous()
-    y = None
+    y: Tensor | RoundedRows | None = None
+    stored, scales = None, None
     if next_weight is not None:
         assert next_weight.is_contiguous()
-        y = torch.empty(rows, width, dtype=h.dtype, device=h.device)
+        if rounding is None:
+            y = stored = torch.empty(rows, width, dtype=h.dtype, device=h.device)
+        else:
+            scales, stored = empty_scales(h, rounding), empty_padded(rows, width, h.device)
+            y = RoundedRows(stored, scales, h.dtype)
     has_post_weight = has_post_norm and post_weight is not None
     if has_post_weight:
         assert post_weight is not None
@@ -106,7 +132,8 @@ def add_norm_cuda(
     warps = warps_for(padded, rows)
     add_norm_kernel[(rows,)](
         h,
-        y,
+        stored,
+        scales,
         x,
         post_weight if has_post_weight else None,
         next_weight,
@@ -120,6 +147,10 @@ def add_norm_cuda(
         HAS_POST_NORM=has_post_norm,
         HAS_POST_WEIGHT=has_post_weight,
         HAS_NEXT_NORM=next_weight is not None,
+        ROUNDS=rounding is not None,
+        GROUP=rounding.group if rounding is not None and rounding.kind == "group" else padded,
+        LEAST=least_of(rounding),
+        MOST=E4M3_MAX,
         WIDTH=padded,
         num_warps=warps,
         # Without a bound ptxas aims at many programs per SM and loads the parts one by one.

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hydraspec_kernels.quantised.records import RoundedRows
+
 MAX_WIDTH = 16384  # a longer row does not fit the registers of one program
 
 
@@ -13,4 +15,4 @@ class AddNorm(NamedTuple):
     """The residual stream after a block, and the input of the next block."""
 
     h: Tensor  # [T, D], the tensor that was given, changed in place
-    y: Tensor | None  # [T, D] norm(h), None without a next norm
+    y: Tensor | RoundedRows | None  # [T, D] norm(h), None without a next norm

@@ -13,7 +13,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
+from hydraspec_kernels.quantised.plan import (
+    MOST_ROWS,
+    SpecializedTiles,
+    is_specialized,
+    tiles_for,
+)
+from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import (
     E4M3,
     E4M3_MAX,
@@ -29,13 +35,16 @@ from hydraspec_kernels.runtime.launch import runs_kernels
 __all__ = [
     "E4M3",
     "E4M3_MAX",
+    "MOST_ROWS",
     "PER_INT32",
     "QuantisedMatrix",
+    "RoundedRows",
     "Rounding",
     "integers",
     "quantised_linear",
     "quantised_partials",
     "rounded_rows",
+    "rounding_before",
     "row_maxima",
     "unpacked",
 ]
@@ -44,16 +53,26 @@ _NARROW = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # of N and K, for the scaled product
 
 
-def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None = None) -> Tensor:
+def rounding_before(matrix: QuantisedMatrix) -> Rounding | None:
+    """How the kernel that writes up to MOST_ROWS rows may round them for a product with the matrix,
+    which then takes `RoundedRows`; None: the product rounds."""
+    rounding = matrix.rounding
+    return rounding if rounding.kind in ("group", "token") and is_specialized(matrix) else None
+
+
+def quantised_linear(
+    x: Tensor | RoundedRows, matrix: QuantisedMatrix, maxima: Tensor | None = None
+) -> Tensor:
     """Product [..., T, N] of rows x [..., T, K], rounded, with a matrix [..., N, K], in x's dtype.
 
     maxima [..., T, 1]: the rows' largest magnitudes over all ranks, where x is a part of the rows.
     """
+    if isinstance(x, RoundedRows):
+        return _product_of_rounded(x, matrix, partials=False)
     if not runs_kernels(x) or x.dtype not in _NARROW:
         return quantised_linear_reference(x, matrix, maxima)
     if x.dim() == 2 and matrix.data.dim() == 2:
         from hydraspec_kernels.quantised.kernel import launch  # Triton
-        from hydraspec_kernels.quantised.plan import tiles_for
         from hydraspec_kernels.quantised.round_kernel import round_rows
 
         if tiles := tiles_for(x.shape[0], matrix):
@@ -77,16 +96,27 @@ def quantised_linear(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None =
     return torch.matmul(rows, unpacked(matrix, x.dtype).transpose(-1, -2))
 
 
-def quantised_partials(x: Tensor, matrix: QuantisedMatrix, maxima: Tensor | None = None) -> Tensor:
+def quantised_partials(
+    x: Tensor | RoundedRows, matrix: QuantisedMatrix, maxima: Tensor | None = None
+) -> Tensor:
     """Product [T, N] as of `quantised_linear`, or its partial sums [S, T, N] in float32, for the
     consumer to add up. S depends on the matrix alone."""
+    if isinstance(x, RoundedRows):
+        return _product_of_rounded(x, matrix, partials=True)
     if runs_kernels(x) and x.dtype in _NARROW and x.dim() == 2:
         from hydraspec_kernels.quantised.kernel import launch  # Triton
-        from hydraspec_kernels.quantised.plan import tiles_for
 
         if tiles := tiles_for(x.shape[0], matrix, partials=True):
             return launch(x, matrix, maxima, tiles)
     return quantised_linear(x, matrix, maxima)
+
+
+def _product_of_rounded(x: RoundedRows, matrix: QuantisedMatrix, *, partials: bool) -> Tensor:
+    from hydraspec_kernels.quantised.specialized_kernel import specialized_product  # Gluon
+
+    tiles = tiles_for(x.scales.shape[0], matrix, partials=partials)
+    assert isinstance(tiles, SpecializedTiles), "see `rounding_before`"
+    return specialized_product(x, matrix, tiles)
 
 
 def unpacked(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:

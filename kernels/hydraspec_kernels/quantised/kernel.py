@@ -160,7 +160,7 @@ def launch(
     if isinstance(tiles, SpecializedTiles):
         from hydraspec_kernels.quantised.specialized_kernel import specialized_product  # Gluon
 
-        return specialized_product(rounded(x, matrix.rounding, maxima), matrix, tiles, x.dtype)
+        return specialized_product(rounded(x, matrix.rounding, maxima), matrix, tiles)
     rounding = matrix.rounding
     numbers, scales = x if x.stride(1) == 1 else x.contiguous(), None
     if rounding.kind != "float":

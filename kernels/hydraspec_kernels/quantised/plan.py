@@ -85,7 +85,7 @@ def tiles_for(
     """
     if not 0 < rows <= MOST_ROWS:
         return None
-    if _is_specialized(matrix):
+    if is_specialized(matrix):
         return _specialized(rows, matrix, partials)
     n, shared = matrix.data.shape[0], (shared_columns(matrix), matrix.rounding.group)
     is_packed = matrix.data.dtype is torch.int32
@@ -122,9 +122,9 @@ def _divided(size: int, unit: int) -> int:
     return -(-size // unit)
 
 
-def _is_specialized(matrix: QuantisedMatrix) -> bool:
-    """Returns whether the warp-specialised kernel takes the matrix: each step has one scale for a
-    row of x and at most two for the rows of the matrix that share a tile."""
+def is_specialized(matrix: QuantisedMatrix) -> bool:
+    """Returns whether few rows run the warp-specialised kernel with the matrix: each step has one
+    scale for a row of x, and at most two for the rows of the matrix that share a tile."""
     data, rounding = matrix.data, matrix.rounding
     has_blocks = matrix.scales.shape[-1] > 1
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -23,11 +24,19 @@ class RoundedRows:
 
     padded: Tensor  # [T or more, K] e4m3; what follows the rows is never used
     scales: Tensor  # [T, G] float32
+    dtype: torch.dtype  # of the rows before
 
     @property
     def numbers(self) -> Tensor:
         """[T, K] e4m3."""
         return self.padded[: self.scales.shape[0]]
+
+    def index_select(self, dim: Literal[0], rows: Tensor) -> RoundedRows:
+        """Some of the rows."""
+        bits = self.padded.view(torch.uint8).index_select(dim, rows)
+        return replace(
+            self, padded=bits.view(self.padded.dtype), scales=self.scales.index_select(dim, rows)
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -42,11 +42,27 @@ def _to_e4m3(v):
 
 
 @triton.jit
-def _rounded(v, scale, MOST: tl.constexpr, SCALED: tl.constexpr):
+def e4m3_of(v, scale, MOST: tl.constexpr, SCALED: tl.constexpr):
     """e4m3 numbers of v / scale in float32; SCALED: times the scale again."""
     v = tl.div_rn(v, tl.zeros_like(v) + scale)
     number = _to_e4m3(tl.minimum(tl.maximum(v, -MOST), MOST))
     return number * scale if SCALED else number
+
+
+@triton.jit
+def rounded_row(
+    v, GROUP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr
+):
+    """e4m3 numbers [WIDTH] in float32, and scales [WIDTH / GROUP], of a row v [WIDTH], whose zeros
+    beyond its end change no scale. GROUP = WIDTH: the row has one scale."""
+    groups = tl.reshape(v, (WIDTH // GROUP, GROUP))
+    top = tl.max(tl.abs(groups), 1)
+    if GROUP == WIDTH:
+        scale = tl.maximum(tl.div_rn(top, tl.zeros_like(top) + MOST), LEAST)
+    else:
+        scale = tl.div_rn(tl.maximum(top, LEAST), tl.zeros_like(top) + MOST)
+    numbers = e4m3_of(groups, scale[:, None], MOST, False)
+    return tl.reshape(numbers, (WIDTH,)), scale
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -92,7 +108,7 @@ def _round_kernel(
     for start in range(0, columns, BLOCK):
         inside = start + k < columns
         v = tl.load(x_at + start + k, mask=inside, other=0.0).to(tl.float32)
-        number = _rounded(v, scale, MOST, SCALED).to(numbers_ptr.dtype.element_ty)
+        number = e4m3_of(v, scale, MOST, SCALED).to(numbers_ptr.dtype.element_ty)
         tl.store(numbers_ptr + row * columns + start + k, number, mask=inside)
 
 
@@ -127,7 +143,7 @@ def _round_groups_kernel(
     scale = tl.div_rn(top, tl.zeros_like(top) + MOST)
     if not SCALED:
         tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
-    number = _rounded(v, scale[:, None], MOST, SCALED).to(numbers_ptr.dtype.element_ty)
+    number = e4m3_of(v, scale[:, None], MOST, SCALED).to(numbers_ptr.dtype.element_ty)
     tl.store(numbers_ptr + row * columns + k, number, mask=inside)
 
 
@@ -174,16 +190,16 @@ def round_rows(
     x: Tensor, rounding: Rounding, maxima: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Numbers [T, K] in dtype (float16 or e4m3), and scales [T, G], of rows x [T, K]."""
-    numbers, scales = torch.empty(x.shape, dtype=dtype, device=x.device), _scales_of(x, rounding)
+    numbers, scales = torch.empty(x.shape, dtype=dtype, device=x.device), empty_scales(x, rounding)
     _round(x, rounding, maxima, numbers, scales)
     return numbers, scales
 
 
 def rounded(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> RoundedRows:
     """Rows x [T, K] in e4m3, in memory of whole tiles of rows."""
-    scales, padded = _scales_of(x, rounding), empty_padded(*x.shape, x.device)
+    scales, padded = empty_scales(x, rounding), empty_padded(*x.shape, x.device)
     _round(x, rounding, maxima, padded[: x.shape[0]], scales)
-    return RoundedRows(padded, scales)
+    return RoundedRows(padded, scales, x.dtype)
 
 
 def empty_padded(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -193,6 +209,13 @@ def empty_padded(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.empty(rows, columns, dtype=E4M3, device=device)
 
 
+def least_of(rounding: Rounding | None) -> float:
+    """The least scale of a row, or the least of a group's largest magnitude; see the reference."""
+    if rounding is None:
+        return 0.0
+    return LEAST_GROUP_MAX if rounding.kind == "group" else LEAST_ROW_SCALE
+
+
 def rounded_in_type(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> Tensor:
     """Rows x [T, K] as they enter a product: numbers times scales, in x's dtype."""
     numbers = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -200,7 +223,8 @@ def rounded_in_type(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> Ten
     return numbers
 
 
-def _scales_of(x: Tensor, rounding: Rounding) -> Tensor:
+def empty_scales(x: Tensor, rounding: Rounding) -> Tensor:
+    """Memory of the scales [T, G] of rows x [T, K]."""
     groups = triton.cdiv(x.shape[1], rounding.group) if rounding.kind == "group" else 1
     return torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
 

@@ -9,7 +9,6 @@ the device run this.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -247,16 +246,16 @@ def _specialized_kernel(
 
 
 def specialized_product(
-    rows: RoundedRows, matrix: QuantisedMatrix, tiles: SpecializedTiles, dtype: torch.dtype
+    rows: RoundedRows, matrix: QuantisedMatrix, tiles: SpecializedTiles
 ) -> Tensor:
-    """Product [T, N] in dtype, or partial sums [S, T, N] in float32 where the tiles split K, of
-    rounded rows in e4m3 with the matrix."""
+    """Product [T, N] of rounded rows with the matrix, in the dtype that they had, or partial sums
+    [S, T, N] in float32 where the tiles split K."""
     numbers, scales = rows.numbers, rows.scales
     count, n = numbers.shape[0], matrix.data.shape[0]
     if tiles.splits > 1:
         out = scales.new_empty(tiles.splits, count, n)
     else:
-        out = scales.new_empty(count, n, dtype=dtype)
+        out = scales.new_empty(count, n, dtype=rows.dtype)
     layout = gl.NVMMASharedLayout.get_default_for([tiles.m, STEP], gl.float8e4nv)
     data, missing = matrix.data, 3 - len(tiles.columns)
     weights = [TensorDescriptor.from_tensor(data, [r, STEP], layout) for r in tiles.columns]
