@@ -66,9 +66,10 @@ def _copy_weights(
 def copy_steps(
     x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low, steps, tiles,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    BRANCHES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+    BRANCHES: gl.constexpr, XM: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The program of the copying warp: copies all steps of all tiles, as slots become free."""
+    """The program of the copying warp: copies all steps of all tiles, as slots become free; of x
+    the first XM rows of a tile."""
     R: gl.constexpr = R0 + R1 + R2
     program, programs = gl.program_id(0), gl.num_programs(0)
     total = gl.cdiv(tiles - program, programs) * steps
@@ -83,7 +84,7 @@ def copy_steps(
     wait_for_inputs(PDL)
     for i in range(first):
         k = (low + i % steps) * BK
-        load_tile(x, [m, k], filled.index(i), xs.index(i))
+        load_tile(x, [m, k], filled.index(i), xs.index(i).slice(0, XM))
     slot = 0
     phase = 0
     for i in range(first, total):
@@ -94,7 +95,7 @@ def copy_steps(
             weight_0, weight_1, weight_2, w0, w1, w2, slot, filled.index(slot), n, k, N,
             R0, R1, R2, BRANCHES,
         )  # fmt: skip
-        load_tile(x, [m, k], filled.index(slot), xs.index(slot))
+        load_tile(x, [m, k], filled.index(slot), xs.index(slot).slice(0, XM))
         slot += 1
         phase = gl.where(slot == STAGES, phase ^ 1, phase)
         slot = gl.where(slot == STAGES, 0, slot)
@@ -261,7 +262,7 @@ def _specialized_kernel(
                 copy_steps,
                 (
                     x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
-                    steps, tiles, R0, R1, R2, BK, STAGES, BRANCHES, BYTES, PDL,
+                    steps, tiles, R0, R1, R2, BK, STAGES, BRANCHES, BM, BYTES, PDL,
                 ),
             ),
         ],

@@ -19,6 +19,7 @@ LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
 STEP = 128  # columns of a step of the warp-specialised kernel: those of a block of scales
 SHARED_BYTES = 226 << 10  # of a program, less its barriers
 MOST_COLUMNS = 176  # of a program: its sums and those of a step are in registers
+REGISTERS = 152  # of a thread: a small kernel before or after runs beside a program
 ALIGNMENT = 16  # bytes, of rows that are copied as tiles
 
 
@@ -26,10 +27,12 @@ ALIGNMENT = 16  # bytes, of rows that are copied as tiles
 class SpecializedTiles:
     """A specialisation of the warp-specialised kernel and its grid."""
 
-    m: int  # rows of x a program holds: 64 or 128
+    m: int  # rows of x a program multiplies: 64 or 128
+    copied: int  # of them, the rows that are copied: 16, 32 or m
     columns: tuple[int, ...]  # rows of the matrix, per product: up to three powers of two
     stages: int  # steps in flight
-    splits: int = 1  # programs that share K
+    splits: int  # programs that share K
+    registers: int | None  # of a thread, on average; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +146,17 @@ def _specialized(rows: int, matrix: QuantisedMatrix, partials: bool) -> Speciali
     n, columns, splits = matrix.data.shape[0], (STEP,), 1
     if partials:
         splits = max(1, min(NUM_SMS // _divided(n, STEP), matrix.width // LEAST_RANGE))
-    if splits == 1:
-        columns = _even(n)
     m = 64 if rows <= 64 else 128
+    if splits == 1 and (m == 64 or n <= STEP * NUM_SMS):  # more columns than 128 spill registers
+        columns = _even(n)
     steps = _divided(matrix.width, STEP * splits)
     shared = SHARED_BYTES
     if splits == 1:
         shared -= 2 * m * columns[0]  # the output, before it is stored
     room = shared // (STEP * (m + sum(columns)))
-    return SpecializedTiles(m, columns, max(2, min(room, steps)), splits)
+    copied = next(size for size in (16, 32, 64, 128) if rows <= size)
+    registers = REGISTERS if m == 64 else None
+    return SpecializedTiles(m, copied, columns, max(2, min(room, steps)), splits, registers)
 
 
 def _even(n: int) -> tuple[int, ...]:

@@ -167,9 +167,9 @@ def _specialized_kernel(
     # [R, C] float32
     scales,
     M, N, K, groups, stride_scales,
-    BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
+    BM: gl.constexpr, XM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
@@ -190,6 +190,11 @@ def _specialized_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(free.index(i), count=BM // ROWS_OF_WARPS)
+    if XM < BM:  # rows that are not copied stay zero, which takes the least power
+        ZEROS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        zeros = gl.zeros([BM, BK], gl.float32, ZEROS).to(x.dtype)
+        for i in gl.static_range(STAGES):
+            xs.index(i).store(zeros)
     fence_async_shared()
     if BM == ROWS_OF_WARPS:
         gl.warp_specialize(
@@ -206,7 +211,7 @@ def _specialized_kernel(
                     copy_steps,
                     (
                         x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
-                        steps, tiles, R0, R1, R2, BK, STAGES, 1, BK * (BM + R), PDL,
+                        steps, tiles, R0, R1, R2, BK, STAGES, 1, XM, BK * (XM + R), PDL,
                     ),
                 ),
             ],
@@ -236,7 +241,7 @@ def _specialized_kernel(
                     copy_steps,
                     (
                         x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
-                        steps, tiles, R0, R1, R2, BK, STAGES, 1, BK * (BM + R), PDL,
+                        steps, tiles, R0, R1, R2, BK, STAGES, 1, XM, BK * (XM + R), PDL,
                     ),
                 ),
             ],
@@ -263,12 +268,13 @@ def specialized_product(
     programs, blocks = triton.cdiv(n, sum(columns)), triton.cdiv(count, tiles.m)
     _specialized_kernel[min(programs, NUM_SMS), tiles.splits, blocks](
         out,
-        TensorDescriptor.from_tensor(rows.padded, [tiles.m, STEP], layout),
+        TensorDescriptor.from_tensor(rows.padded, [tiles.copied, STEP], layout),
         scales,
         *(*weights, *[None] * missing),
         matrix.scales,
         *(count, n, matrix.width, scales.shape[1], matrix.scales.stride(0)),
         BM=tiles.m,
+        XM=tiles.copied,
         R0=columns[0],
         R1=columns[1],
         R2=columns[2],
@@ -278,6 +284,7 @@ def specialized_product(
         BLOCKS=matrix.scales.shape[-1] > 1,
         GROUPS=matrix.rounding.kind == "group",
         num_warps=4,
+        maxnreg=tiles.registers,
         **dependent_launch(numbers),
     )
     return out
