@@ -5,7 +5,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 ORACLE := .venv-oracle
-ORACLE_TESTS := tests/models/test_eagle_speculators.py tests/models/test_mtp.py
+ORACLE_TESTS := tests/models/test_eagle_speculators.py tests/models/test_block_speculators.py tests/models/test_mtp.py
 # What test-fast runs: seconds of CPU per file, chosen by measurement; whole engines, oracles and kernels are left out.
 FAST_TESTS := tests/config tests/metrics tests/test_architecture.py tests/test_house_rules.py tests/test_plugins.py tests/docs/test_design.py tests/graphs \
 	$(addprefix tests/engine/test_,scheduler.py kv_cache.py finish.py upload.py bounded.py machine.py lossless.py) \

@@ -27,7 +27,7 @@ from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Completion, StepRecord
 
 ALPHA = 1e-4
-NUM_REQUESTS = 1600
+NUM_REQUESTS = 1000
 TEMPERATURE = 0.7
 
 
@@ -107,14 +107,19 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
         pytest.param("eagle3 on gemma4", Verification.block, marks=pytest.mark.slow),
         ("peagle on gemma4", Verification.standard),
         ("dspark on qwen3", Verification.standard),
+        ("dflash on qwen3", Verification.standard),
     ],
 )
 def test_sampled_drafts_of_a_narrow_vocabulary_do_not_bias(
     tmp_path: Path, name: str, verification: Verification
 ) -> None:
     """Catches probabilities under the wrong ids: a map turned by one place fails the same test."""
-    make = block_worlds.make_world if name in block_worlds.WORLDS else make_world
-    world = make(tmp_path, name, num_prompts=3)
+    if name in block_worlds.WORLDS:
+        # At 1 probabilities of DFlash's drafts are so even that their ids hardly matter.
+        sharpness = 3.0 if name.startswith("dflash") else 1.0
+        world = block_worlds.make_world(tmp_path, name, num_prompts=3, sharpness=sharpness)
+    else:
+        world = make_world(tmp_path, name, num_prompts=3)
     assert world.plain.ids is not None
     prompt = min(world.continuations, key=len)
     expected = truth(world, prompt) * NUM_REQUESTS

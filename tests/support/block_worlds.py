@@ -112,7 +112,8 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = {
 }
 
 
-def make_world(folder: Path, name: str, num_prompts: int) -> BlockWorld:
+def make_world(folder: Path, name: str, num_prompts: int, sharpness: float = 1.0) -> BlockWorld:
+    """A named world. sharpness: factor of the fitted logits, which lie between 0 and 1."""
     kind, changes, fields, form, width, left_out = WORLDS[name]
     target = make_target(folder / "target", kind)
     layer = LAYER | {"vocab_size": target.vocab_size, "hidden_size": width} | changes
@@ -126,5 +127,6 @@ def make_world(folder: Path, name: str, num_prompts: int) -> BlockWorld:
     draw_block_weights(rng, plain, target, rows=rows)
     world = BlockWorld(folder=str(folder / "target"), target=target, plain=plain)
     fit_head(world, *known_texts(world, rng, num_prompts))
+    plain.weights["lm_head.weight"] *= sharpness
     world.drafter = str(write_block(folder / "drafter", plain, target, form))
     return world
