@@ -10,14 +10,13 @@ mode at the padded shapes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from hydraspec_kernels.runtime import breaks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from hydraspec.graphs.capture import KeptOutputs, PieceCapture, Replayable, copy_into
 
@@ -42,19 +41,27 @@ class OpRecorder(TorchDispatchMode):
             return out
         memory = {
             x.untyped_storage().data_ptr()
-            for x in tree_flatten((args, kwargs))[0]
-            if isinstance(x, Tensor) and x.numel()
+            for x in _tensors((args, list(kwargs.values())))
+            if x.numel()
         }
-        made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        made = list(_tensors(out))
         if any(x.numel() and x.untyped_storage().data_ptr() not in memory for x in made):
             self.ops.append(lambda: _again(func, args, kwargs, made))
         return out
 
 
 def _again(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-    fresh = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
-    for to, value in zip(made, fresh, strict=True):
+    for to, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
         to.copy_(value)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors of an operation's arguments or results, which nest lists only."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
 
 class _OpenRecording:
