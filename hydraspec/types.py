@@ -130,6 +130,8 @@ class RequestStep:
     draft_token_ids: list[int]  # the drafts verified in this step, in order
     num_accepted: int  # the verifier's count, before a stop or limit cuts the output
     output_token_ids: list[int]  # emitted tokens, after a stop or limit has cut them
+    # Of each of these drafts, the drafter's estimate that it and those before it are accepted.
+    draft_survivals: list[float] | None = None  # None: the drafter estimates nothing
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -268,6 +270,7 @@ class RequestState:
     seed: Tensor  # [S] int64
     draft_probs: Tensor | None = None  # [S, K, V_draft] float32, probabilistic drafts only
     draft_vocab_map: Tensor | None = None  # [V_draft] int64 target ids; None: V_draft is V
+    draft_survivals: Tensor | None = None  # [S, K] float32, see Draft; None: not estimated
 
 
 @dataclass(slots=True, kw_only=True)
@@ -356,6 +359,8 @@ class Draft:
 
     tokens: Tensor  # [B, K] int64
     probs: Tensor | None = None  # [B, K, V_draft] float32 the drafts were sampled from
+    # [B, K] float32 estimated probabilities that a draft and all before it are accepted
+    survivals: Tensor | None = None
 
 
 DTYPES: dict[str, torch.dtype] = {

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 
 from hydraspec.config.benches import BENCH, BENCHES, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
+from hydraspec.config.drafts import (
+    K_PER_STEP,
+    MAX_SPECULATIVE_TOKENS,
+    check_min_survival,
+    is_synthetic,
+)
 from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal, show
 from hydraspec.config.metrics import METRICS_RULES, without_drafts
@@ -22,15 +28,11 @@ from hydraspec.config.schema import (
     PerStep,
     RunConfig,
     TrackerMode,
-    Verification,
     Weights,
 )
 from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, without_effect
 from hydraspec.shipped import SHAPE_PREFIX
 
-# Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
-# drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
-MAX_SPECULATIVE_TOKENS = 32
 MIXED_ROWS = (256, 2048)  # least and most rows of the largest captured step with prompts
 # Far past what helps; thousands of threads hang or end the process.
 MAX_NUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
@@ -46,6 +48,7 @@ def check(config: RunConfig) -> None:
     """Raise ConfigurationError for the first value or combination that cannot work; add warnings
     about values without effect to `config.warnings`."""
     enforce(RULES, config)
+    check_min_survival(config)
     for i, token in enumerate(config.sampling.stop_token_ids):
         ids = SAMPLING_RANGES["stop_token_ids"]
         if not ids.allows(token):
@@ -156,14 +159,6 @@ def _drafts(c: RunConfig) -> bool:
     return c.method.name != "none" and (c.method.name, c.method.num_speculative_tokens) != (AUTO, 0)
 
 
-def _is_per_step(c: RunConfig) -> bool:
-    return c.method.num_speculative_tokens is PerStep.auto
-
-
-def _is_synthetic(c: RunConfig) -> bool:
-    return c.method.verification is Verification.synthetic
-
-
 def _is_native(c: RunConfig) -> bool:
     return c.engine.name == NATIVE
 
@@ -177,35 +172,6 @@ NAMES = (
     *(_named("method", AUTO), _named("engine"), _named("cudagraph")),
     Rule("bench.name", lambda name, c: name in BENCHES, listing(BENCHES), "is unknown"),
     *(_not_empty("target.checkpoint"), _not_empty("method.checkpoint")),
-)
-
-K_PER_STEP = (
-    Rule(
-        "method.num_speculative_tokens",
-        lambda k, c: _is_native(c) and c.bench.name == "none",
-        "a number, with engine={c.engine.name} and bench={c.bench.name}",
-        "is for runs (bench=none) of engine=native",
-        "write a number, or choose engine=native and bench=none",
-        when=_is_per_step,
-    ),
-    Rule(
-        "method.max_speculative_tokens",
-        lambda most, c: 1 <= most <= MAX_SPECULATIVE_TOKENS,
-        f"1 to {MAX_SPECULATIVE_TOKENS}",
-        remedy="most drafters pay off at 2 to 6",
-        when=_is_per_step,
-    ),
-    *(
-        Rule(
-            key,
-            lambda value, c: value is None,
-            "null",
-            "has no meaning with method.num_speculative_tokens={c.method.num_speculative_tokens}",
-            "leave the key out, or add method.num_speculative_tokens=auto",
-            when=lambda c: not _is_per_step(c),
-        )
-        for key in ("method.max_speculative_tokens", "method.costs")
-    ),
 )
 
 METHOD_AND_ENGINE = (
@@ -223,7 +189,7 @@ METHOD_AND_ENGINE = (
     *K_PER_STEP,
     Rule(
         LENGTH,
-        lambda length, c: length is not None or not _is_synthetic(c),
+        lambda length, c: length is not None or not is_synthetic(c),
         lambda length, c: f"1 to {_rows(c)} (K+1)",
         "leaves verification=synthetic without its target",
         f"add {LENGTH}=<number>, or choose method.verification=standard",
@@ -231,7 +197,7 @@ METHOD_AND_ENGINE = (
     ),
     Rule(
         LENGTH,
-        lambda length, c: length is None or _is_synthetic(c),
+        lambda length, c: length is None or is_synthetic(c),
         "null",
         "has no meaning with verification={c.method.verification.value}",
         "add method.verification=synthetic, or leave the key out",

@@ -12,7 +12,10 @@ from typing import Any
 from hydraspec import plugins
 from hydraspec.config.messages import refusal
 
-OPTIONS = {"ngram": "hydraspec.config.options:NgramOptions"}  # method -> "module:dataclass"
+OPTIONS = {  # method -> "module:dataclass"
+    "dspark": "hydraspec.config.options:DSparkOptions",
+    "ngram": "hydraspec.config.options:NgramOptions",
+}
 KEY = "method.options"
 LONGEST = 32  # tokens that method=ngram compares at each place of a text
 
@@ -50,6 +53,18 @@ class NgramOptions:
                 allowed=f"1 to {most}",
                 remedy="raise prompt_lookup_max, or lower prompt_lookup_min",
             )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class DSparkOptions:
+    """Options of method=dspark.
+
+    Attributes:
+        min_survival: drafts from the first one on whose estimated probability to be accepted, with
+            all before it, is below this are not verified; None: all K are.
+    """
+
+    min_survival: float | None = dataclasses.field(default=None, metadata=between(0, 1))
 
 
 def options_of(method: object) -> type:

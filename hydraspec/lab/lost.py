@@ -208,7 +208,8 @@ def _completion(line: Mapping[str, Any]) -> Completion:
 
 def _counters(line: Mapping[str, Any]) -> RequestCounters:
     found = {name: line[name] for name in OF_COUNTERS}
-    found["drafts_by_place"] = {int(place): n for place, n in line["drafts_by_place"].items()}
+    for name in ("drafts_by_place", "survival_bins"):
+        found[name] = {int(place): counts for place, counts in line[name].items()}
     return RequestCounters(**found)
 
 

@@ -150,6 +150,7 @@ def _acceptance(meter: Meter) -> Acceptance:
         "num_reached_per_position": meter.num_reached_per_position(),
         "num_drafts_by_category": meter.num_drafts_by_category(),
         "num_speculative_tokens_used": meter.steps.draft_lengths.used(meter.num_speculative_tokens),
+        "draft_survival": meter.draft_survival(),
     }
 
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydraspec.metrics import survival
 from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import DraftLengths
+from hydraspec.metrics.survival import SurvivalBins
 from hydraspec.types import PHASES, RequestStep, StepRecord
 
 FIRST_PLACES = 16  # output tokens in the first bin of `place_bin`; each next bin ends at twice that
@@ -41,6 +43,7 @@ class RequestCounters:
     reached_per_position: list[int] = field(default_factory=list)
     # [steps with drafts, accepted draft tokens] by `place_bin` of the step's first output token.
     drafts_by_place: dict[int, list[int]] = field(default_factory=dict)
+    survival_bins: SurvivalBins = field(default_factory=dict)  # of drafts with an estimate
     num_emitted: int = 0  # output tokens so far
     decode_steps: int = 0  # steps of this request that were not prefill
     decode_tokens: int = 0  # tokens emitted by decode steps, after stop and limit
@@ -87,6 +90,8 @@ class RequestCounters:
             self.reached_per_position,
         ):
             counts.extend([0] * (num_offered - len(counts)))
+        if step.draft_survivals is not None:
+            survival.count(self.survival_bins, step.draft_survivals, num_accepted)
         for i in range(num_offered):
             self.drafted_per_position[i] += 1
             self.reached_per_position[i] += num_accepted >= i

@@ -17,6 +17,7 @@ from hydraspec.metrics.prefix_cache import PrefixHits
 from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
 from hydraspec.metrics.step_blocks import StepBlocks
 from hydraspec.metrics.step_costs import CostRatio, fit
+from hydraspec.metrics.survival import DraftSurvival, reliability
 from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
 
 
@@ -169,6 +170,11 @@ class Meter:
         accepted = self._per_position("accepted_per_position")
         reached = self._per_position("reached_per_position")
         return [ratio(a, r) for a, r in zip(accepted, reached, strict=True)]
+
+    def draft_survival(self) -> DraftSurvival | None:
+        """Verified drafts by the drafter's estimate of their survival, that they and those before
+        them are accepted, with the share accepted in each bin; None without estimates."""
+        return reliability(c.survival_bins for c in self.completed)
 
     # ------------------------------------------------------------------ cache
 

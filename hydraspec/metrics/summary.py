@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypedDict
 
+from hydraspec.metrics.survival import DraftSurvival
+
 SCHEMA_VERSION = 1
 Status = Literal["ok", "interrupted", "failed"]
 # Values of `time_breakdown_from`.
@@ -207,6 +209,7 @@ class Acceptance(TypedDict):
     num_reached_per_position: list[int]
     num_drafts_by_category: dict[str, int]
     num_speculative_tokens_used: DraftLengths | None
+    draft_survival: NotRequired[DraftSurvival | None]  # runs of earlier versions lack it
 
 
 class Speed(TypedDict):

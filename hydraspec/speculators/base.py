@@ -90,6 +90,16 @@ class BaseSpeculator(ABC):
         """The target's ids [V_draft] of the drafter's vocabulary; None where they are the same."""
         return None
 
+    @property
+    def estimates_survival(self) -> bool:
+        """Returns whether drafts come with `survivals`, which the engine then keeps."""
+        return False
+
+    @property
+    def min_survival(self) -> float | None:
+        """Estimated survival below which `propose` leaves drafts out; None: it proposes all K."""
+        return None
+
     def memory_bytes(self) -> int:
         """Bytes of weights the drafter holds beside the target's."""
         return 0

@@ -95,6 +95,7 @@ def render(
         verdict=HEADLINES[summary["lossless"]["verdict"]],
         by_position=_by_position(summary) if summary["num_drafts"] else None,
         by_drafts=_by_drafts(summary),
+        by_survival=_by_survival(summary),
         by_category=_by_category(summary),
         by_place=_by_place(summary),
         accepted=accepted.part_blocks(summary["teacher_forced"] or {}),
@@ -197,6 +198,21 @@ def _by_drafts(summary: Summary) -> Chart | None:
         for length, count in enumerate(used["histogram"])
     ]
     return horizontal_bars(bars, description="Decode steps by drafts per request")
+
+
+def _by_survival(summary: Summary) -> Chart | None:
+    """Chart of estimated and accepted shares of drafts, by the drafter's estimate; None where it
+    estimates nothing."""
+    found = summary.get("draft_survival")
+    if not found:
+        return None
+    bins = found["bins"]
+    series = [
+        Series(name="estimated", color=SECOND, values=[each["estimated"] for each in bins]),
+        Series(name="accepted", color=METHOD, values=[each["accepted"] for each in bins]),
+    ]
+    labels = [f"{each['to']:.1f} (n={each['num_draft_tokens']})" for each in bins]
+    return grouped_bars(labels, series, description="Accepted drafts by estimated survival")
 
 
 def _by_category(summary: Summary) -> Chart | None:

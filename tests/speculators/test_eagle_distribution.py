@@ -8,6 +8,8 @@ the target's own distribution, summed over the first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import block_worlds
@@ -21,14 +23,17 @@ from scenarios import make_engine
 from scipy import stats
 from tiny_targets import run_config
 
+from hydraspec.config.options import DSparkOptions
 from hydraspec.config.schema import DraftSampling, Verification, Weights
+from hydraspec.speculators import dspark
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.speculators.registry import build_speculator
-from hydraspec.types import Completion, StepRecord
+from hydraspec.types import Completion, Draft, StepRecord
 
 ALPHA = 1e-4
-NUM_REQUESTS = 1000
+NUM_REQUESTS, MANY_REQUESTS = 1000, 2000
 TEMPERATURE = 0.7
+LEAST = 0.81  # the median of the first drafts' estimated survival
 
 
 def truth(world: EagleWorld | BlockWorld, prompt: tuple[int, ...]) -> np.ndarray:
@@ -48,8 +53,12 @@ def second_tokens(
     prompt: tuple[int, ...],
     verification: Verification,
     broken: bool,
+    *,
+    least: float | None = None,
+    num_requests: int = NUM_REQUESTS,
 ) -> tuple[np.ndarray, list[int]]:
-    """[V] counts of the second token, and how many drafts each verify step accepted."""
+    """[V] counts of the second token, and how many drafts each verify step accepted; `least` is
+    DSpark's min_survival."""
     config = run_config(
         world.folder,
         method=world.plain.method,
@@ -62,6 +71,7 @@ def second_tokens(
         verification=verification,
     )
     config.method.weights = Weights.checkpoint
+    config.method.options = None if least is None else DSparkOptions(min_survival=least)
     speculator = build_speculator(config)
     speculator.load(world.target)
     engine = make_engine(config, world.target, speculator)
@@ -78,7 +88,7 @@ def second_tokens(
             max_tokens=2,
             ignore_eos=True,
         )
-        for index in range(NUM_REQUESTS)
+        for index in range(num_requests)
     ]
     counts, accepted = np.zeros(world.vocab_size), []
     for event in engine.run(requests, concurrency=None):
@@ -132,3 +142,32 @@ def test_sampled_drafts_of_a_narrow_vocabulary_do_not_bias(
     if verification is Verification.standard:
         broken, _ = second_tokens(world, prompt, verification, broken=True)
         assert p_value(broken, expected) < ALPHA
+
+
+def leave_out_odd_tokens(draft: Draft, survivals: torch.Tensor, least: float | None) -> Draft:
+    """As a rule that looks at the draft itself."""
+    tokens = draft.tokens.masked_fill(draft.tokens % 2 == 1, -1)
+    return replace(draft, tokens=tokens, survivals=survivals)
+
+
+def test_leaving_unlikely_drafts_out_does_not_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a choice of drafts that depends on the drafts' own tokens: such a rule fails the same
+    test."""
+    world = block_worlds.make_world(tmp_path, "dspark on qwen3", num_prompts=3, sharpness=3.0)
+    prompt = min(world.continuations, key=len)
+    expected = truth(world, prompt) * MANY_REQUESTS
+    decoded = partial(
+        second_tokens,
+        *(world, prompt, Verification.standard, False),
+        least=LEAST,
+        num_requests=MANY_REQUESTS,
+    )
+    counts, accepted = decoded()
+    share = len(accepted) / MANY_REQUESTS
+    assert 0.2 < share < 0.8, share  # the first draft is often left out, and often verified
+    assert p_value(counts, expected) > ALPHA
+    monkeypatch.setattr(dspark, "trimmed", leave_out_odd_tokens)
+    biased, _ = decoded()
+    assert p_value(biased, expected) < ALPHA

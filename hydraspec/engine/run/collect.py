@@ -66,6 +66,8 @@ class Collector:
         now = time.perf_counter()
         tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
         num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
+        estimates = result.next_survivals
+        survivals = [None] * len(drafts) if estimates is None else estimates.tolist()
         requests: list[RequestStep] = []
         completions = self.failed()
         error: NotFiniteError | None = None
@@ -76,6 +78,8 @@ class Collector:
             emitted = tokens[place][: num_sampled[place]]
             valid = emitted[:-1] if not_finite[place] else emitted
             requests.append(self._apply(item, drafts[place], emitted, valid, now))
+            sequence.survivals = survivals[place]
+            sequence.num_worthwhile = self._num_worthwhile(survivals[place])
             if len(valid) < len(emitted) and sequence.finish_reason is None:
                 found = self._not_finite(sequence)
                 sequence.fail(found.finding)
@@ -119,7 +123,8 @@ class Collector:
         valid: list[int],
         now: float,
     ) -> RequestStep:
-        sequence = item.sequence
+        sequence, survivals = item.sequence, item.sequence.survivals
+        offered = _offered(drafts, item.num_drafts)
         num_computed = sequence.num_computed
         num_accepted = max(0, len(emitted) - 1)
         num_rejected = item.num_drafts - num_accepted if emitted else 0
@@ -133,10 +138,18 @@ class Collector:
             num_rows=item.num_rows,
             is_prefill=item.is_prefill,
             num_computed_tokens=num_computed,
-            draft_token_ids=_offered(drafts, item.num_drafts),
+            draft_token_ids=offered,
             num_accepted=num_accepted,
             output_token_ids=kept,
+            draft_survivals=None if survivals is None else survivals[: len(offered)],
         )
+
+    def _num_worthwhile(self, survivals: Seq[float] | None) -> int | None:
+        """Number of drafts that the drafter did not leave out; see `min_survival`."""
+        least = self._speculator.min_survival
+        if survivals is None or least is None:
+            return None
+        return sum(each >= least for each in survivals)
 
 
 def _offered(drafts: Seq[int], num_drafts: int) -> list[int]:

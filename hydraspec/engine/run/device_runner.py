@@ -21,6 +21,7 @@ from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.run.results import (
     DeviceStep,
     LaunchedStep,
+    NextDrafts,
     ResultRing,
     StepOutputs,
     packed_results,
@@ -277,7 +278,10 @@ class DeviceRunner(Runner):
         # Graphs share memory: the next one may write where these results are.
         parts = [(self._launch_part(*part).clone(), len(part[0].slots)) for part in first]
         parts.append((self._launch_part(*last), len(last[0].slots)))
-        return self._ring.launched(parts)
+        survivals = self.state.draft_survivals
+        return self._ring.launched(
+            parts, None if survivals is None else NextDrafts(survivals, plan.slots)
+        )
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Launch one part; returns `packed_results` of the plan's requests, then of padding."""

@@ -26,6 +26,8 @@ def check_draft(
     wanted = [("tokens", (requests, k), torch.int64)]
     if state.draft_probs is not None and not batch.all_greedy:
         wanted.append(("probs", (requests, k, *state.draft_probs.shape[2:]), torch.float32))
+    if state.draft_survivals is not None:
+        wanted.append(("survivals", (requests, k), torch.float32))
     if not isinstance(draft, Draft) or not all(
         _fits(getattr(draft, name), shape, dtype, device) for name, shape, dtype in wanted
     ):

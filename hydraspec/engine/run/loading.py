@@ -52,6 +52,12 @@ from hydraspec.types import DTYPES
 
 log = logging.getLogger(__name__)
 
+ROWS_STAY = (
+    "method.options.min_survival leaves drafts out of verification, but saves no rows of a step, "
+    "since steps are scheduled before the results of the last one are in: "
+    "engine.async_scheduling=false with one pipeline stage saves them"
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
@@ -338,6 +344,9 @@ def _info(
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)
         notes += [*spec.notes, *([other_model] if other_model else [])]
+    runs_ahead = _runs_ahead(config, target) or target.stage.count > 1
+    if models.speculator.min_survival is not None and runs_ahead:
+        notes.append(ROWS_STAY)
     for note in notes:
         log.warning(note)
     return EngineInfo(

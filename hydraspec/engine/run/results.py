@@ -4,7 +4,7 @@ and an event, on which the host waits only when it reads them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class StepResult:
     num_sampled: np.ndarray  # [B] int64
     not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
     draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
+    next_survivals: np.ndarray | None = None  # [B, K] float32, see Draft, of those proposed next
 
 
 class LaunchedStep:
@@ -76,6 +77,14 @@ def unpacked(packed: np.ndarray, k: int) -> StepResult:
     return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
 
 
+@dataclass(slots=True, frozen=True)
+class NextDrafts:
+    """Estimates of the drafts that a step proposed, in the state."""
+
+    survivals: Tensor  # [S, K] float32
+    slots: np.ndarray  # [B] of the step's requests
+
+
 class ResultRing:
     """Host memory for the results of the last few launches."""
 
@@ -87,10 +96,13 @@ class ResultRing:
             torch.zeros(shape, dtype=torch.int64, pin_memory=self._is_cuda)
             for _ in range(RESULT_RING)
         ]
+        self._survivals: list[Tensor] = []  # [S, K] each, once there are any
         self._users: list[LaunchedStep | None] = [None] * RESULT_RING
         self._turn = 0
 
-    def launched(self, parts: list[tuple[Tensor, int]]) -> LaunchedStep:
+    def launched(
+        self, parts: list[tuple[Tensor, int]], next_drafts: NextDrafts | None = None
+    ) -> LaunchedStep:
         """Start the copy of a step's results to the host.
 
         parts: packed results of each part, and how many of its requests are no padding. An older
@@ -104,6 +116,9 @@ class ResultRing:
         for packed, count in parts:
             buffer[row : row + count].copy_(packed[:count], non_blocking=True)
             row += count
+        if next_drafts is not None:
+            kept = self._survivals_buffer(place, next_drafts)
+            kept.copy_(next_drafts.survivals, non_blocking=True)
         event = torch.cuda.Event() if self._is_cuda else None
         if event is not None:
             event.record()
@@ -111,7 +126,18 @@ class ResultRing:
 
         def fetch() -> StepResult:
             # Copied: the buffer serves another launch later.
-            return unpacked(buffer[:row].numpy().copy(), k)
+            found = unpacked(buffer[:row].numpy().copy(), k)
+            if next_drafts is None:
+                return found
+            return replace(found, next_survivals=kept.numpy()[next_drafts.slots])
 
         launched = self._users[place] = LaunchedStep(fetch, event)
         return launched
+
+    def _survivals_buffer(self, place: int, like: NextDrafts) -> Tensor:
+        if not self._survivals:
+            self._survivals = [
+                torch.zeros(like.survivals.shape, pin_memory=self._is_cuda)
+                for _ in range(RESULT_RING)
+            ]
+        return self._survivals[place]

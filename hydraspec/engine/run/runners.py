@@ -49,6 +49,8 @@ def build_runner(
         draft_vocab_size=speculator.draft_vocab_size,
         device=target.device,
         draft_vocab_map=speculator.draft_vocab_map,
+        # Stages hand over tokens alone.
+        estimates_survival=speculator.estimates_survival and models.link is None,
     )
     verifier = build_verifier(
         config.method.verification.value,

@@ -19,11 +19,13 @@ def new_request_state(
     draft_vocab_size: int | None,
     device: torch.device,
     draft_vocab_map: torch.Tensor | None = None,
+    estimates_survival: bool = False,
 ) -> RequestState:
     """Zeroed state of `num_slots` requests and one more slot that padding requests share.
 
     `draft_vocab_size` None: drafts are greedy and no probabilities are kept. `draft_vocab_map`
-    [V_draft]: the target's ids of a narrower draft vocabulary.
+    [V_draft]: the target's ids of a narrower draft vocabulary. estimates_survival: drafts come with
+    estimates, which are kept.
     """
     # Drafts after the last token lie past max_model_len; one more column takes masked writes.
     columns = max_model_len + num_speculative_tokens + 2
@@ -31,6 +33,9 @@ def new_request_state(
     probs = None
     if draft_vocab_size is not None:
         probs = torch.zeros(num_slots, num_speculative_tokens, draft_vocab_size, device=device)
+    survivals = None
+    if estimates_survival:
+        survivals = torch.zeros(num_slots, num_speculative_tokens, device=device)
     return RequestState(
         token_ids=torch.zeros(num_slots, columns, dtype=torch.int64, device=device),
         num_computed=torch.zeros(num_slots, dtype=torch.int64, device=device),
@@ -41,6 +46,7 @@ def new_request_state(
         seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
         draft_probs=probs,
         draft_vocab_map=draft_vocab_map,
+        draft_survivals=survivals,
     )
 
 
@@ -77,6 +83,9 @@ def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> Non
     if draft.probs is not None and state.draft_probs is not None:
         # With fewer than K drafts there are fewer columns; the others are read for no draft.
         state.draft_probs[:, : draft.probs.shape[1]].index_copy_(0, batch.slots, draft.probs)
+    if draft.survivals is not None and state.draft_survivals is not None:
+        width = draft.survivals.shape[1]
+        state.draft_survivals[:, :width].index_copy_(0, batch.slots, draft.survivals)
 
 
 def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int) -> Draft:
@@ -90,4 +99,7 @@ def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int
     if draft is None:
         return Draft(tokens=tokens)
     tokens[:, :k] = draft.tokens[:, :k]
-    return Draft(tokens=tokens, probs=None if draft.probs is None else draft.probs[:, :k])
+    probs, survivals = (
+        None if each is None else each[:, :k] for each in (draft.probs, draft.survivals)
+    )
+    return Draft(tokens=tokens, probs=probs, survivals=survivals)

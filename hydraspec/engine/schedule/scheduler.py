@@ -19,7 +19,7 @@ from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.engine.schedule.plans import PlanBuilder
 from hydraspec.engine.schedule.prompt_rows import PromptRows, cut_span, whole_spans
-from hydraspec.engine.schedule.sequence import MicroBatches, Scheduled, Sequence
+from hydraspec.engine.schedule.sequence import MicroBatches, Scheduled, Sequence, most_worthwhile
 from hydraspec.types import StepPlan
 
 CANCELLED = "cancelled"  # the error of a request that the caller has cancelled
@@ -62,6 +62,7 @@ class Scheduler:
         self._cancelled: set[int] = set()  # indices, also of requests that have not been added yet
         self._ending: list[Sequence] = []  # cancelled, and not out yet
         self.num_preempted = 0  # since take_num_preempted()
+        self._most_drafts = num_speculative_tokens  # of a request in the step being scheduled
         self._budget = 0  # rows left of the step being scheduled
         self._withheld = 0  # rows of the step beside the budget, for spans that must stay whole
         self._is_short = False  # no blocks or rows for newcomers in this round
@@ -99,8 +100,7 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def schedule(self) -> list[Scheduled]:
-        """Choose the next step's rows: decoding requests first, then running prefills, then new
-        requests."""
+        """Choose the next step's rows: decodes first, then running prefills, then new requests."""
         self.admitted.clear()
         if self._ending:
             self._end_cancelled()
@@ -112,6 +112,8 @@ class Scheduler:
         if self.draft_lengths is not None:
             together = len(self.running) or min(len(self.waiting), self.max_num_seqs)
             self.draft_length = self.draft_lengths.choose(self.micro_batches.share(together))
+        drafts = self.num_speculative_tokens if self.draft_length is None else self.draft_length
+        self._most_drafts = most_worthwhile(self.running, drafts)
         for sequence in self._in_turn():
             if len(chosen) == most:
                 break
@@ -200,9 +202,8 @@ class Scheduler:
             return None
         # Emitting every draft and one more token must not pass max_model_len.
         room = self.max_model_len - fewest - undecided - 1
-        wanted = self.num_speculative_tokens if self.draft_length is None else self.draft_length
-        num_drafts = min(wanted, room)
-        if undecided and num_drafts < wanted:
+        num_drafts = min(self._most_drafts, room)
+        if undecided and num_drafts < self._most_drafts:
             return None  # the results in flight decide how many drafts fit
         rows = 1 + num_drafts
         if rows > self._budget:

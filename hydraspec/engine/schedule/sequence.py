@@ -24,6 +24,9 @@ class Sequence(OfferedRequest):
     decoding: bool = False  # the request has sampled since it was (re)admitted
     in_flight: Scheduled | None = None  # the share of a launched step, until its results arrive
     was_admitted: bool = False
+    # Of the drafts proposed for its next step, by the results of the step before it.
+    survivals: list[float] | None = None  # see Draft; None: not estimated
+    num_worthwhile: int | None = None  # drafts to verify, the first ones; None: all
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
@@ -95,6 +98,18 @@ class Scheduled:
         if not self.is_prefill or self.num_rows <= MOST_FUSED_ROWS:
             return 0
         return self.seq_len - self.samples
+
+
+def most_worthwhile(sequences: Iterable[Sequence], most: int) -> int:
+    """Drafts that any of these is to verify in its next step, at most so many. While a step is in
+    flight that is `most`, since its results say how many are worth their rows."""
+    found = 0
+    for sequence in sequences:
+        if sequence.decodes_next:
+            if sequence.num_worthwhile is None or sequence.in_flight is not None:
+                return most
+            found = max(found, sequence.num_worthwhile)
+    return min(found, most)
 
 
 class MicroBatches:

@@ -204,6 +204,13 @@ class BlockHead(DraftTables):
             return self.confidence.forward(hidden)
         return self.confidence.forward(torch.cat((hidden, self.markov.embed(previous)), -1))
 
+    def survivals(self, states: Tensor, newest: Tensor, drafts: Tensor) -> Tensor:
+        """Estimated probabilities [B, K] in float32 that a draft and all before it are accepted,
+        from the states [B, K, D] of drafts [B, K] after the tokens newest [B]."""
+        previous = torch.cat((newest.unsqueeze(1), drafts[:, :-1]), 1)
+        each = self.acceptance(states.flatten(0, 1), previous.flatten())
+        return each.float().view(drafts.shape).cumprod(1)
+
     def _rope_tables(self, rows: Rows) -> dict[str, RopeTable]:
         tables: dict[str, RopeTable] = self.layer_type.rope_tables(
             self.shape, self.theta, rows.positions, self.place.dtype

@@ -1,0 +1,73 @@
+"""Rules of the number of drafts: its choice for each step, and drafts that are left out."""
+
+from __future__ import annotations
+
+from hydraspec.config.engines import NATIVE
+from hydraspec.config.messages import refusal
+from hydraspec.config.options import KEY, DSparkOptions
+from hydraspec.config.rules import Rule
+from hydraspec.config.schema import PerStep, RunConfig, Verification
+
+# Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
+# drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
+MAX_SPECULATIVE_TOKENS = 32
+
+
+def is_synthetic(c: RunConfig) -> bool:
+    """Returns whether acceptance is drawn and not verified."""
+    return c.method.verification is Verification.synthetic
+
+
+def _is_per_step(c: RunConfig) -> bool:
+    return c.method.num_speculative_tokens is PerStep.auto
+
+
+K_PER_STEP = (
+    Rule(
+        "method.num_speculative_tokens",
+        lambda k, c: c.engine.name == NATIVE and c.bench.name == "none",
+        "a number, with engine={c.engine.name} and bench={c.bench.name}",
+        "is for runs (bench=none) of engine=native",
+        "write a number, or choose engine=native and bench=none",
+        when=_is_per_step,
+    ),
+    Rule(
+        "method.max_speculative_tokens",
+        lambda most, c: 1 <= most <= MAX_SPECULATIVE_TOKENS,
+        f"1 to {MAX_SPECULATIVE_TOKENS}",
+        remedy="most drafters pay off at 2 to 6",
+        when=_is_per_step,
+    ),
+    *(
+        Rule(
+            key,
+            lambda value, c: value is None,
+            "null",
+            "has no meaning with method.num_speculative_tokens={c.method.num_speculative_tokens}",
+            "leave the key out, or add method.num_speculative_tokens=auto",
+            when=lambda c: not _is_per_step(c),
+        )
+        for key in ("method.max_speculative_tokens", "method.costs")
+    ),
+)
+
+
+def check_min_survival(config: RunConfig) -> None:
+    """Raise ConfigurationError where min_survival is set beside what it does not go with."""
+    options, problem = config.method.options, ""
+    if not isinstance(options, DSparkOptions) or options.min_survival is None:
+        return
+    if _is_per_step(config):
+        problem = "leaves out drafts whose number the engine chooses already"
+        other, remedy = "num_speculative_tokens=auto", "write a number as num_speculative_tokens"
+    elif is_synthetic(config):
+        problem = "leaves out drafts whose acceptance is drawn"
+        other, remedy = "verification=synthetic", "choose method.verification=standard"
+    if problem:
+        raise refusal(
+            f"{KEY}.min_survival",
+            options.min_survival,
+            problem,
+            allowed=f"null with method.{other}",
+            remedy=f"{remedy}, or leave the key out",
+        )
