@@ -150,6 +150,7 @@ def leave_out_odd_tokens(draft: Draft, survivals: torch.Tensor, least: float | N
     return replace(draft, tokens=tokens, survivals=survivals)
 
 
+@pytest.mark.slow
 def test_leaving_unlikely_drafts_out_does_not_bias(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
