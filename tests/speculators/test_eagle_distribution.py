@@ -151,8 +151,13 @@ def leave_out_odd_tokens(draft: Draft, survivals: torch.Tensor, least: float | N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "verification",
+    [Verification.standard, Verification.block],
+    ids=lambda found: found.value,
+)
 def test_leaving_unlikely_drafts_out_does_not_bias(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verification: Verification
 ) -> None:
     """Catches a choice of drafts that depends on the drafts' own tokens: such a rule fails the same
     test."""
@@ -161,7 +166,7 @@ def test_leaving_unlikely_drafts_out_does_not_bias(
     expected = truth(world, prompt) * MANY_REQUESTS
     decoded = partial(
         second_tokens,
-        *(world, prompt, Verification.standard, False),
+        *(world, prompt, verification, False),
         least=LEAST,
         num_requests=MANY_REQUESTS,
     )
