@@ -2,9 +2,9 @@
 
 from functools import cache
 from importlib.resources import files
-from itertools import product
 
 import pytest
+from grids import every_third
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -84,20 +84,15 @@ def test_choice_composes_and_passes_the_checks(override):
     composed(override)
 
 
-def meetings():
-    """Every method with every target; two of three are slow, and every choice is in the others."""
-    methods, targets = choices_of("method"), choices_of("target")
-    for (i, method), (j, target) in product(enumerate(methods), enumerate(targets)):
-        yield pytest.param(method, target, marks=[pytest.mark.slow] if (i + j) % 3 else [])
-
-
 @cache
 def drafters_of(target):
     asked = [f"target={target}", *NEEDED.get(f"target={target}", [])]
     return plan([*asked, "method=none"]).jobs[0].config.target.drafters
 
 
-@pytest.mark.parametrize(("method", "target"), meetings())
+@pytest.mark.parametrize(
+    ("method", "target"), every_third(choices_of("method"), choices_of("target"))
+)
 def test_every_method_meets_every_target(method, target):
     recorded = {"gemma4": "gemma4_mtp"}.get(method, method)
     asked = [f"target={target}", *NEEDED.get(f"target={target}", [])]

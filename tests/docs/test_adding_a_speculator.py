@@ -110,6 +110,7 @@ def test_the_page_without_weights_works(tmp_path: Path) -> None:
     folder = installed_from_the_page(tmp_path, files)
     install_it, *runs = commands.splitlines()
     assert install_it == "pip install -e ."
+    runs = [f"{each} workload.limit=12" for each in runs]
     runs[0] += " metrics.trace=true"
     carried_out(folder, runs)
     for name in ("drafted", "chosen"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepseek_oracle import deepseek_config
+from grids import every_third
 from mtp_folders import qwen_config
 from scenarios import make_engine
 from tiny_targets import assistant_config, gemma4_config, load, run_config, write_folder
@@ -45,6 +46,9 @@ FLAVOURS = {
         {},
     ),
 }
+
+
+TEMPERATURES = (0.0, 0.8)  # greedy, stochastic
 
 
 def add(engine, index: int, length: int, temperature: float) -> Sequence:  # type: ignore[no-untyped-def]
@@ -106,9 +110,10 @@ def four_fake_steps(
         return [step_and_pretend(engine) for _ in range(4)]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
-@pytest.mark.parametrize("verification", Verification)
+@pytest.mark.parametrize(
+    ("flavour", "temperature", "verification"),
+    every_third(FLAVOURS, TEMPERATURES, Verification),
+)
 def test_a_step_reads_nothing_from_the_device(
     tmp_path: Path, flavour: str, temperature: float, verification: Verification
 ) -> None:
@@ -134,9 +139,10 @@ def test_a_step_reads_nothing_from_the_device(
     assert shapes[2] == [(4, 3), (4, 3)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "mimo"])
-@pytest.mark.parametrize("num_mtp", [1, 3])
+@pytest.mark.parametrize(
+    ("num_mtp", "model_type", "temperature"),
+    every_third([1, 3], ["deepseek_v3", "mimo"], TEMPERATURES),
+)
 def test_a_step_with_mtp_layers_reads_nothing_from_the_device(
     tmp_path: Path, model_type: str, temperature: float, num_mtp: int
 ) -> None:

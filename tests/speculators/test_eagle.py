@@ -96,9 +96,9 @@ MISTAKES = [
 def test_planted_mistakes_are_caught(
     name: str, plant: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    world = make_world(tmp_path, name, num_prompts=3)
+    world = make_world(tmp_path, name, num_prompts=2)
     with pytest.raises(AssertionError, match=r"RequestStep|expected"):
-        run_scenarios(world, 12, 1, Outcome(), plant)
+        run_scenarios(world, 7, 1, Outcome(), plant)
 
 
 def test_what_was_assumed_is_a_warning_of_the_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hydraspec.zoo.recipe.evaluate import (
 )
 from hydraspec.zoo.recipe.modeling import load_assistant, load_target
 
-NUM_PROMPTS = 12
+NUM_PROMPTS = 6
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_drafts_and_acceptance_equal_the_plain_loop(name: str, k: int) -> None:
         )
         for line in lines
     ]
-    limits = [40] * len(lines)
+    limits = [24] * len(lines)
     plain = plain_loop(folder, drafter, prompts, limits, k)
 
     config = run_config(

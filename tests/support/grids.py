@@ -21,3 +21,17 @@ def in_turn(names: Iterable[str], ways: Sequence[str], always: Sequence[str] = (
     assert set(always) <= set(names)
     turn = {name: ways[number % len(ways)] for number, name in enumerate(names)}
     return slow_unless(lambda n, way: n in always or way == turn[n], product(names, ways))
+
+
+def every_third(*options: Iterable[Any]) -> list[Any]:
+    """All combinations of some options; two of three are slow. Every option is in a quick one."""
+    cases = list(product(*map(enumerate, options)))
+    quick = [sum(place for place, _ in case) % 3 == 0 for case in cases]
+    values = [tuple(value for _, value in case) for case in cases]
+    for number, option in enumerate(zip(*values, strict=True)):
+        met = {each for each, is_quick in zip(option, quick, strict=True) if is_quick}
+        assert met == set(option), f"option {number} is never quick for {set(option) - met}"
+    return [
+        pytest.param(*case, marks=[] if is_quick else [pytest.mark.slow])
+        for case, is_quick in zip(values, quick, strict=True)
+    ]
