@@ -17,7 +17,6 @@ from hydraspec.models.tokenizer import load_tokenizer
 from hydraspec.speculators.registry import SPECULATORS
 from hydraspec.types import CheckpointError, PositionScores
 
-BLOCK_DRAFTERS = ("dflash", "dspark")  # they do not draft from given tokens and states
 log = logging.getLogger(__name__)
 
 
@@ -46,8 +45,6 @@ def record(
             found = method.engine.position_scores(measurement.requests, method.completions)
             if found is None:
                 missing = "only our own draft heads on one device give them"
-                if config.method.name in BLOCK_DRAFTERS:
-                    missing += f", and those of method={config.method.name} do not yet"
             else:
                 method.teacher_forced = teacher_forced(_each_added(found, add), decode)
         except torch.OutOfMemoryError:

@@ -53,6 +53,10 @@ def entry_matrices(trial: Trial) -> Iterator[Matrix]:
         layer = head.layers[0]
         name, blocks = layer.layout.projection, pair[:: layer.order]
         yield Matrix(name=name, blocks=blocks, trial=trial, path=("layers", 0, "projection"))
+    elif trial.kind == "block":
+        if len(trial.aux_ids) <= 4:
+            states = tuple(f"aux {i}" for i in range(len(trial.aux_ids)))
+            yield Matrix(name="fc", blocks=states, trial=trial, path=("fc",))
     elif head.fc is not None:
         yield Matrix(name="fc", blocks=pair, trial=trial, path=("fc",))
     else:
@@ -107,7 +111,7 @@ def norm_flags(subject: Subject) -> Iterator[Variant]:
     each turned over. A norm that the files lack gets the weight 1.
     """
     trial, head = subject.trial, subject.trial.head
-    if trial.kind == "target_cache" or hasattr(head, "blocks"):
+    if trial.kind in ("target_cache", "block") or hasattr(head, "blocks"):
         return
     if head.first is not None:
         value = head.first.norm_before_residual
@@ -190,7 +194,7 @@ def _with_norms(trial: Trial, add: float) -> Trial:
         head.next_norms = [*(layer.input_norm for layer in head.layers[1:]), head.norm]
     elif hasattr(head, "blocks"):
         head.layers = [moved(layer) for layer in head.layers]
-    elif head.combine is not None:
+    elif getattr(head, "combine", None) is not None:
         head.combine = moved(head.combine)
         head.combine.state_norms = [
             with_norm_weight(norm, norm.weight + add) for norm in head.combine.state_norms
@@ -266,18 +270,20 @@ def tables(subject: Subject) -> Iterator[Variant]:
 def rope_theta(subject: Subject) -> Iterator[Variant]:
     """Other values of rope_theta: multiples of the configured one, and those of released models."""
     head = subject.trial.head
-    if subject.trial.kind == "target_cache":
+    by_kind = "frequencies" if subject.trial.kind == "target_cache" else "theta"
+    now = getattr(head, by_kind)
+    if isinstance(now, dict):
         for factor in FACTORS:
-            by_kind = {kind: _rescaled(f, factor) for kind, f in head.frequencies.items()}
-            trial = edited_trial(subject.trial, edited(head, frequencies=by_kind))
+            found = {kind: _rescaled(f, factor) for kind, f in now.items()}
+            trial = edited_trial(subject.trial, edited(head, **{by_kind: found}))
             yield _theta("the config's", f"{factor:g} times as much", trial)
         return
     base = base_of(head.theta)
     tried = (*(base * factor for factor in FACTORS), *THETAS)
     for theta in dict.fromkeys(float(f"{t:.4g}") for t in tried):
         if theta > 1 and not 0.99 < theta / base < 1.01:
-            found = _rescaled(head.theta, theta / base)
-            trial = edited_trial(subject.trial, edited(head, theta=found))
+            other = _rescaled(head.theta, theta / base)
+            trial = edited_trial(subject.trial, edited(head, theta=other))
             yield _theta(f"{base:.4g}", f"{theta:.4g}", trial)
 
 

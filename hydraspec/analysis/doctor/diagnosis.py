@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from hydraspec.analysis.doctor import contents, feeding, fields
+from hydraspec.analysis.doctor import blocks, contents, feeding, fields
 from hydraspec.analysis.doctor.patient import Patient
 from hydraspec.analysis.doctor.scores import MIN_TEXTS, Gain, Scores, gain, score
 from hydraspec.analysis.doctor.variants import Change, Subject, Variant
@@ -16,7 +16,7 @@ from hydraspec.models.base import TargetModel
 from hydraspec.speculators.teacher_forcing.texts import Texts, read_texts
 from hydraspec.speculators.teacher_forcing.trial import Trial
 
-FAMILIES = (*feeding.FAMILIES, *contents.FAMILIES, *fields.FAMILIES)
+FAMILIES = (*feeding.FAMILIES, *blocks.FAMILIES, *contents.FAMILIES, *fields.FAMILIES)
 MAX_ROUNDS = 3  # each keeps the best variant and tries all others on top of it
 LEAST_GAIN = 0.1  # least share by which a proposed repair raises the acceptance length
 MIN_GAIN = 0.02  # accepted drafts per start that a cause adds at least

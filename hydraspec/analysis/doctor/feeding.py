@@ -20,11 +20,11 @@ from hydraspec.analysis.doctor.variants import (
     edited_trial,
 )
 from hydraspec.models.aux_states import default_aux_layer_ids
+from hydraspec.models.detect import SPECULATORS
 from hydraspec.models.mtp.head import MTPHead
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Rows
 
-AUX_REMEDY = "set eagle_aux_hidden_state_layer_ids of the drafter's config.json to {}"
 MAX_PERMUTED = 4  # orders of aux states are tried for at most this many
 
 
@@ -61,10 +61,20 @@ def _with_ids(trial: Trial, ids: tuple[int, ...], *, doubt: int) -> Variant:
         cause="aux_order" if is_order else "aux_layer_ids",
         says=f"aux layer ids are {list(trial.aux_ids)}",
         tried=str(list(ids)),
-        remedy=AUX_REMEDY.format(list(ids)),
+        remedy=aux_remedy(trial.head, ids),
         trial=replace(trial, aux_ids=ids),
         doubt=doubt,
     )
+
+
+def aux_remedy(head: Any, ids: tuple[int, ...]) -> str:
+    """The key of aux layer ids in the drafter's format, and its value for these ids."""
+    key, value = "eagle_aux_hidden_state_layer_ids", list(ids)
+    if head.spec.block_size is not None:
+        key = "aux_hidden_state_layer_ids"
+        if head.spec.format != SPECULATORS:
+            key, value = "target_layer_ids", [i - 1 for i in ids]
+    return f"set {key} of the drafter's config.json to {value}"
 
 
 def tokens_and_states(subject: Subject) -> Iterator[Variant]:
@@ -73,6 +83,8 @@ def tokens_and_states(subject: Subject) -> Iterator[Variant]:
     tried.
     """
     trial = subject.trial
+    if trial.kind == "block":  # see blocks.py
+        return
     pairs = [(1, 0), (0, 0), (1, -1), (0, -1)]
     for token, state in pairs:
         if (token, state) == (trial.token_shift, trial.state_shift):
@@ -99,7 +111,7 @@ def positions(subject: Subject) -> Iterator[Variant]:
     of positions alone, so shifting all of them in a head with its own KV would change nothing.
     """
     trial = subject.trial
-    if trial.kind == "parallel" or (trial.kind == "own_cache" and subject.k == 1):
+    if trial.kind in ("parallel", "block") or (trial.kind == "own_cache" and subject.k == 1):
         return
     for gap in {-1, 0, 1} - {trial.step_gap}:
         yield Variant(

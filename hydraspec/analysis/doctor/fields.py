@@ -79,13 +79,13 @@ def other_values(layers: Raw) -> Iterator[Raw]:
 
 
 def mask_tokens(subject: Subject) -> Iterator[Variant]:
-    """Other values of P-EAGLE's mask_token_id: special tokens, and tokens whose embedding norm is
-    far from the median. The mask's embedding is trained at every place, others only where their
-    token occurs, so its norm tends to differ.
+    """Other values of mask_token_id, in heads of P-EAGLE and blocks: special tokens, and tokens
+    whose embedding norm is far from the median. The mask's embedding is trained at every place,
+    others only where their token occurs, so its norm tends to differ.
     """
     head = subject.trial.head
     now = head.spec.mask_token_id
-    if now is None:
+    if now is None or getattr(head, "mask_embedding", None) is not None:
         return
     norms = head.embedding.weight.float().norm(dim=1)[: subject.target.vocab_size]
     far = (norms - norms.median()).abs().argsort(descending=True)[:MOST_MASKS].tolist()

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hydraspec.analysis.doctor.parts import derive, module_of, weights_of
 from hydraspec.analysis.doctor.scores import likelihood, score
+from hydraspec.config.drafts import MAX_SPECULATIVE_TOKENS
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.teacher_forcing.scores import DraftVocabulary
 from hydraspec.speculators.teacher_forcing.texts import Texts, read_texts
@@ -28,7 +29,8 @@ MORE_STEPS, FINALISTS = 12, 3  # steps for the parts that gained most with STEPS
 TRAINED_TEXTS = 16  # texts for training, at most half of all; the others are for counting
 # Drafts in the loss, by Trial.kind. One uses all weights of a head with its own cache and costs
 # least; the weights for P-EAGLE's masks and for feedback are used from the second draft on.
-TRAINED_DRAFTS = {"own_cache": 1, "parallel": 2, "target_cache": 2}
+# A block's states depend on its length, so that all of its drafts are.
+TRAINED_DRAFTS = {"own_cache": 1, "parallel": 2, "target_cache": 2, "block": MAX_SPECULATIVE_TOKENS}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ def _loss(
         derive(trial.head)
         vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
         sums = [
-            likelihood(vocabulary, texts, part, trial.head.compute_logits(part.states)).sum()
+            likelihood(vocabulary, texts, part, part.logits(trial.head)).sum()
             for part in draft_states(trial, texts, k)
         ]
         loss = -torch.stack(sums).sum() / texts.chains.count / k

@@ -40,7 +40,7 @@ def score(trial: Trial, texts: Texts, k: int) -> Scores:
     found = torch.zeros(4, *truth.shape, dtype=torch.float64, device=truth.device)
     vocabulary = DraftVocabulary.of(trial.head, texts.vocab_size)
     for part in draft_states(trial, texts, k):
-        logits: Tensor = trial.head.compute_logits(part.states).float()
+        logits = part.logits(trial.head).float()
         wanted = truth[part.chains, part.step]
         own = vocabulary.scores(logits, wanted)
         matches = logits.argmax(-1) == vocabulary.places_of(wanted)

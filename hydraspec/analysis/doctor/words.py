@@ -61,7 +61,9 @@ def sentences(spec: DraftSpec, files: Files | None) -> list[str]:
         else "All draft steps of a round stand at one position, the last with target KV."
     )
     found.append(_entering(spec))
-    if spec.mask_token_id is None:
+    if spec.block_size is not None:
+        found.append(_block(spec))
+    elif spec.mask_token_id is None:
         fed = {"pre_norm": "before its final norm", "post_norm": "after its final norm"}
         state = fed.get(spec.feedback, "projected to the target's width")
         found.append(f"A draft step reads the state of the step before it, {state}.")
@@ -70,7 +72,7 @@ def sentences(spec: DraftSpec, files: Files | None) -> list[str]:
             f"All K drafts come from one pass; rows of later drafts read token "
             f"{spec.mask_token_id} as their mask, and a learned state."
         )
-    if spec.aux_layer_ids:
+    if spec.aux_layer_ids and spec.block_size is None:
         keeps = "the norm of the state" if spec.norm_before_residual else "the state itself"
         found.append(f"Its first layer adds to {keeps} (norm_before_residual).")
     ours = "the target's ids" if not spec.has_vocab_map else "ids of its own, which d2t maps"
@@ -84,10 +86,18 @@ def sentences(spec: DraftSpec, files: Files | None) -> list[str]:
     return [*found, *(f"Note: {note}." for note in spec.notes)]
 
 
+def _block(spec: DraftSpec) -> str:
+    own = "the token after its own position" if spec.samples_anchor else "its own position"
+    return (
+        f"All K drafts come from one pass over a block, trained with {spec.block_size} rows: the "
+        f"newest token, then token {spec.mask_token_id} as the mask; each row drafts for {own}."
+    )
+
+
 def _entering(spec: DraftSpec) -> str:
     if not spec.aux_layer_ids:
         return "It reads the target's last hidden state."
-    norm = "without norms before fc"
+    norm = "without norms before fc" if spec.block_size is None else "with one norm after fc"
     if spec.norm_before_fc:
         norm = "with one norm over all of them before fc"
     elif spec.fc_norm:

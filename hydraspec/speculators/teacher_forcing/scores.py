@@ -75,8 +75,8 @@ def chain_scores(trial: Trial, texts: Texts, k: int) -> ChainScores:
     )
     for part in draft_states(trial, texts, k):
         at = part.chains, part.step
-        tokens = trial.head.greedy_tokens(part.states)
-        logits = trial.head.compute_logits(part.states).float()
+        tokens = part.tokens(trial.head)
+        logits = part.logits(trial.head).float()
         theirs = vocabulary.scores(logits, truth[at])
         found.draft_tokens[at] = tokens
         found.draft_probs[at] = vocabulary.scores(logits, tokens).probs

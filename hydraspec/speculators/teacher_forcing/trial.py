@@ -20,6 +20,7 @@ from hydraspec.speculators.teacher_forcing.texts import BLOCK, Texts
 from hydraspec.types import KVGroupSpec, Rows, RowSegment, TargetStep
 
 CHAINS_AT_ONCE = 256
+Kind = Literal["own_cache", "parallel", "target_cache", "block"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -27,12 +28,12 @@ class Trial:
     """A draft head with its flags and weights, and how it is fed; the defaults are the engine's."""
 
     head: Any
-    kind: Literal["own_cache", "parallel", "target_cache"]
+    kind: Kind
     aux_ids: tuple[int, ...] = ()
     token_shift: int = 1  # the row of position t reads the token at t + token_shift
     state_shift: int = 0  # and the target's state at t + state_shift
     reads_normed: bool = True  # final states after the final norm; false: before it
-    step_gap: int = 0  # added to the rotary positions of steps 1, 2, ...
+    step_gap: int = 0  # added to the rotary positions of steps 1, 2, ..., or of a block's rows
     advances: bool = True  # rotary positions grow with the step
     kv_layers_back: int = 0  # target_cache: reads so many layers before the last of each kind
 
@@ -42,8 +43,9 @@ class Trial:
         spec: DraftSpec = head.spec
         if spec.kv_mode == "target":
             return cls(head=head, kind="target_cache")
-        kind: Literal["own_cache", "parallel"]
-        kind = "own_cache" if spec.mask_token_id is None else "parallel"
+        kind: Kind = "own_cache" if spec.mask_token_id is None else "parallel"
+        if spec.block_size is not None:
+            kind = "block"
         return cls(head=head, kind=kind, aux_ids=spec.aux_layer_ids)
 
 
@@ -56,7 +58,9 @@ def can_be_forced(speculator: object) -> TypeGuard[DraftModelSpeculator]:
     mode = getattr(speculator.spec, "kv_mode", None)
     if mode is None:
         return False
-    if mode != "target":
+    if getattr(speculator.spec, "block_size", None) is not None:
+        needed = ("kv_groups", "context_features", "write_context", "draft_block")
+    elif mode != "target":
         needed = ("kv_groups", "combine_target_hidden", "forward")
     return all(hasattr(speculator.head, name) for name in needed)
 
@@ -68,12 +72,31 @@ class StepStates:
     step: int
     chains: slice
     states: Tensor
+    # [n, V_draft] of a head that adds to the logits of its states what the token before says
+    biased: Tensor | None = None
+
+    def logits(self, head: Any) -> Tensor:
+        """Logits [n, V_draft] of the step's drafts."""
+        found: Tensor = head.compute_logits(self.states) if self.biased is None else self.biased
+        return found
+
+    def tokens(self, head: Any) -> Tensor:
+        """The head's best tokens [n], as ids of the target's vocabulary."""
+        found: Tensor
+        if self.biased is None:
+            found = head.greedy_tokens(self.states)
+        else:
+            found = head.target_ids(self.biased.argmax(-1))
+        return found
 
 
 def draft_states(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
     """The states of all chains and K steps, in pieces of at most CHAINS_AT_ONCE chains."""
     if trial.kind == "target_cache":
         yield from _over_target_cache(trial, texts, k)
+        return
+    if trial.kind == "block":
+        yield from _over_blocks(trial, texts, k)
         return
     head = copy(trial.head)
     specs = head.kv_groups(BLOCK, 0)
@@ -143,11 +166,14 @@ def _final_states(trial: Trial, texts: Texts) -> Tensor:
     return _shifted(texts, final, trial.state_shift)
 
 
-def _hidden(trial: Trial, texts: Texts) -> Tensor:
+def _target_step(trial: Trial, texts: Texts) -> TargetStep:
     states = [_shifted(texts, texts.states[i], trial.state_shift) for i in trial.aux_ids]
     final = _final_states(trial, texts)
-    step = TargetStep(hidden_states=final, logits=final[:0], aux_hidden_states=states)
-    hidden: Tensor = trial.head.combine_target_hidden(step)
+    return TargetStep(hidden_states=final, logits=final[:0], aux_hidden_states=states)
+
+
+def _hidden(trial: Trial, texts: Texts) -> Tensor:
+    hidden: Tensor = trial.head.combine_target_hidden(_target_step(trial, texts))
     return hidden
 
 
@@ -213,15 +239,16 @@ class _ChainRows:
             query_start_loc=torch.arange(n + 1, device=at.device),
         )
 
-    def several(self, ids: Tensor, k: int, groups: int) -> Rows:
-        """Rows, K per chain, from cache position p on; ids [n, K]."""
+    def several(self, ids: Tensor, k: int, groups: int, *, first: int = 0, gap: int = 0) -> Rows:
+        """Rows, K per chain, from cache position p + first on; ids [n, K]. gap: added to rotary
+        positions."""
         n = len(self.position)
-        at = self.position[:, None] + torch.arange(k, device=ids.device)
+        at = self.position[:, None] + first + torch.arange(k, device=ids.device)
         return Rows(
-            segments=(RowSegment(0, 0, n, k, self.max_seq_len + k - 1),),
+            segments=(RowSegment(0, 0, n, k, self.max_seq_len + first + k - 1),),
             input_ids=ids.reshape(-1),
-            positions=at.reshape(-1),
-            seq_lens=self.position + k,
+            positions=(at + gap).clamp(min=0).reshape(-1),
+            seq_lens=self.position + first + k,
             slot_mapping=[self.slots(at).reshape(-1)] * groups,
             block_tables=[self.table] * groups,
             query_start_loc=torch.arange(n + 1, device=ids.device) * k,
@@ -246,6 +273,52 @@ def _parallel(
     found, _ = head.forward(rows, states.view(n * k, -1), caches, step=0)
     for step, each in enumerate(found.view(n, k, -1).unbind(1)):
         yield StepStates(step, part, each)
+
+
+def _over_blocks(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
+    """States of a block drafter's K drafts: a block at p + 1 over the features of rows 0..p."""
+    head = copy(trial.head)
+    specs = head.kv_groups(BLOCK, 0)
+    groups, num_rows = len(specs), k + (not head.config.samples_anchor)
+    own = -(-(BLOCK + num_rows) // BLOCK)  # blocks of a chain that are not shared with its text
+    num_chains = min(CHAINS_AT_ONCE, texts.chains.count)
+    caches = _new_caches(specs, texts.num_blocks + num_chains * own, texts.final)
+    context = replace(
+        texts.rows,
+        slot_mapping=texts.rows.slot_mapping[:1] * groups,
+        block_tables=texts.rows.block_tables[:1] * groups,
+    )
+    head.write_context(context, head.context_features(_target_step(trial, texts)), caches)
+    tokens = _tokens(trial, texts)
+    for part in _parts(texts.chains.count):
+        chains = _ChainRows.of(texts, part, own)
+        chains.copy_blocks(caches)
+        newest = tokens[chains.row]
+        ids = newest[:, None].repeat(1, num_rows)
+        ids[:, 1:] = head.spec.mask_token_id
+        rows = chains.several(ids, num_rows, groups, first=1, gap=trial.step_gap)
+        states = head.draft_block(rows, caches).view(len(newest), num_rows, -1)
+        if head.markov is None:
+            for step, each in enumerate(states[:, -k:].unbind(1)):
+                yield StepStates(step, part, each)
+            continue
+        truth = texts.chains.truth[part]
+        found = _given_tokens(head, states, newest, truth)
+        for step, (each, logits) in enumerate(zip(states[:, -k:].unbind(1), found, strict=True)):
+            yield StepStates(step, part, each, logits)
+
+
+def _given_tokens(head: Any, states: Tensor, newest: Tensor, truth: Tensor) -> list[Tensor]:
+    """Logits [n, V_draft] of each draft of a Markov head, after the target's own tokens [n, K]."""
+    found: list[Tensor] = []
+
+    def follow(columns: Tensor, index: int) -> tuple[Tensor, None]:
+        found.append(head.vocabulary.whole(columns))
+        return truth[:, index].clamp(min=0), None
+
+    for _ in head.in_turn(states, newest, truth.shape[1], follow):
+        pass
+    return found
 
 
 def _over_target_cache(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import block_faults
 import pytest
 from planted_faults import FAULTS, PAIRS, Bed, bed
 
@@ -23,14 +24,20 @@ FEW = 6
 SLICE = {  # the others are in the slow test
     "eagle": ("swapped fc blocks",),
     "gemma4_mtp": ("unscaled embedding",),
+    "dflash": ("another mask token",),
+    "dspark": ("reversed target layers",),
 }
+ALL_FAULTS = (*FAULTS, *block_faults.FAULTS)
 NAMED_SHARE = 0.85
 NO_EFFECT = 0.02  # drafts per start: what a planted fault costs less than, no interval can tell
 
 
 @pytest.fixture(
     scope="module",
-    params=[("tiny_mistral", "eagle"), ("tiny_gemma4_e", "gemma4_mtp"), ("tiny_qwen3", "peagle")],
+    params=[
+        *(("tiny_mistral", "eagle"), ("tiny_gemma4_e", "gemma4_mtp"), ("tiny_qwen3", "peagle")),
+        *(("tiny_qwen3", "dflash"), ("tiny_gemma4", "dspark")),
+    ],
     ids="-".join,
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Bed]:
@@ -88,28 +95,33 @@ def test_other_values_of_fields() -> None:
 def test_planted_faults_are_named(pair: Bed, tmp_path: Path) -> None:
     names = SLICE.get(pair.config.method.name, ())
     for number, name in enumerate(names):
-        (fault,) = (f for f in FAULTS if f.name == name)
+        (fault,) = (f for f in ALL_FAULTS if f.name == name)
         trial = pair.planted(fault, tmp_path / str(number))
         assert trial is not None
         (named,) = diagnosed(pair, trial).found
         assert named.change.cause in fault.causes
-        assert named.scores.acceptance > 2.5
+        assert named.scores.acceptance > 2.4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_fault_of_every_pair(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pairs", "fewest"), [(PAIRS, 60), (block_faults.PAIRS, 25)], ids=["chains", "blocks"]
+)
+def test_every_fault_of_every_pair(
+    tmp_path: Path, pairs: tuple[tuple[str, str], ...], fewest: int
+) -> None:
     """Of the faults that cost anything at least 85 % are named first, and no healthy pair has a
     cause. Figures are printed with -s (docs/log/ has them).
     """
     lines, named, counted = [], 0, 0
-    for target, method in PAIRS:
+    for target, method in pairs:
         for found in bed(target, method, num_prompts=32):
             healthy = diagnosed(found, found.patient.trial())
             lines.append(f"{target} {method}: {healthy.base.acceptance:.2f}")
             print(lines[-1], flush=True)  # noqa: T201
             assert not healthy.found, [r.change for r in healthy.found]
-            for number, fault in enumerate(f for f in FAULTS if method in f.methods):
+            for number, fault in enumerate(f for f in ALL_FAULTS if method in f.methods):
                 trial = found.planted(fault, tmp_path / f"{target}-{method}-{number}")
                 if trial is None:
                     continue
@@ -118,7 +130,7 @@ def test_every_fault_of_every_pair(tmp_path: Path) -> None:
                 if cost >= NO_EFFECT:
                     named, counted = named + is_named, counted + 1
     print(f"{named} of {counted} named first", flush=True)  # noqa: T201
-    assert counted > 60
+    assert counted > fewest
     assert named / counted >= NAMED_SHARE
 
 
