@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import block_faults
+import numpy as np
 import pytest
 from planted_faults import FAULTS, PAIRS, Bed, bed
 
@@ -17,6 +18,7 @@ from hydraspec.analysis.doctor.fields import other_values
 from hydraspec.analysis.doctor.scores import score
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.speculators.teacher_forcing.scores import chain_scores
 from hydraspec.speculators.teacher_forcing.trial import Trial
 from hydraspec.types import Request, SamplingParams, StepRecord
 
@@ -63,11 +65,17 @@ def test_acceptance_equals_that_of_a_run(pair: Bed) -> None:
         )
         for i, text in enumerate(texts.texts)
     ]
+    first = np.cumsum([0, *texts.chains.num_of])
+    drafts = chain_scores(patient.trial(), texts, patient.k).draft_tokens.tolist()
     accepted = steps = 0
     for event in patient.engine.run(requests, concurrency=None):
-        if isinstance(event, StepRecord):
-            verified = [part.num_accepted for part in event.requests if part.draft_token_ids]
-            accepted, steps = accepted + sum(verified), steps + len(verified)
+        for part in event.requests if isinstance(event, StepRecord) else ():
+            if part.draft_token_ids:
+                place = part.num_computed_tokens - texts.texts[part.index].num_prompt
+                known = slice(part.num_accepted + 1)  # later ones follow another token than a run's
+                theirs = drafts[first[part.index] + place]
+                assert part.draft_token_ids[known] == theirs[known]
+                accepted, steps = accepted + part.num_accepted, steps + 1
     found = score(patient.trial(), texts, patient.k)
     assert steps > 10
     assert found.acceptance == pytest.approx(1 + accepted / steps, abs=1e-12)
