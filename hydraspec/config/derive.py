@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from hydraspec.config.benches import UNCACHED
 from hydraspec.config.choices import has_key, packaged_value, shipped_shapes
@@ -26,7 +27,7 @@ BESIDE = {
     "gemma4_mtp": "assistant",
     **{name: name for name in ("eagle", "eagle3", "peagle", "dflash", "dspark")},
 }
-FP8 = "_fp8"  # ends the name of a quantised shape, which has the drafters of the float one
+QUANTISED = re.compile("_(fp8|w4a16)$")  # ends a shape that has the drafters of the float one
 MOST_DRAFTS = 6  # default of the largest K chosen per step; most drafters pay off at 2 to 6
 DRAFTS_ITSELF = {"mtp"}  # methods whose layers come in the target's own checkpoint
 
@@ -71,7 +72,7 @@ def no_drafter(config: RunConfig) -> NoDrafterError:
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
     choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
-    shape = config.target.name.removesuffix(FP8)
+    shape = QUANTISED.sub("", config.target.name)
     if f"{shape}-{BESIDE.get(config.method.name)}" in shipped_shapes():
         choose += ", or add target.weights=random, which draws a drafter of its shape too"
     message = refusal(
@@ -118,7 +119,8 @@ def _take_shapes(config: RunConfig, known: bool) -> None:
         target.checkpoint = SHAPE_PREFIX + shape
     if not given:
         return
-    beside = {m: f"{shape.removesuffix(FP8)}-{end}" for m, end in BESIDE.items()}
+    float_shape = QUANTISED.sub("", shape)
+    beside = {m: f"{float_shape}-{end}" for m, end in BESIDE.items()}
     drafters = {m: SHAPE_PREFIX + name for m, name in beside.items() if name in shipped_shapes()}
     itself = DRAFTS_ITSELF & {config.method.name, *target.drafters}
     drafters |= dict.fromkeys(itself, target.checkpoint)

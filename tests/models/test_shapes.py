@@ -28,6 +28,7 @@ PUBLISHED = {
     "gemma4_26b_a4b": (30, 5, 0, 2816, 128),
     "gemma4_31b": (60, 10, 0, 5376, 0),
     "gemma4_31b_fp8": (60, 10, 0, 5376, 0),
+    "gemma4_31b_w4a16": (60, 10, 0, 5376, 0),
 }
 
 
@@ -55,7 +56,9 @@ def test_a_shape_is_that_of_the_release(name: str) -> None:
 def test_its_assistant_fits(name: str) -> None:
     """Its queries read the target's cache: heads must be as wide, and share as many KV heads."""
     target = read(name)
-    _, assistant = read_assistant(f"shape:{name.removesuffix('_fp8')}-assistant")
+    _, assistant = read_assistant(
+        f"shape:{name.removesuffix('_fp8').removesuffix('_w4a16')}-assistant"
+    )
     assert assistant.backbone_hidden_size == target.hidden_size
     assert assistant.text.vocab_size == target.vocab_size
     assert assistant.text.sliding_window == target.sliding_window
@@ -156,12 +159,16 @@ def test_the_release_of_mistral_medium_is_the_shape_in_fp8() -> None:
         assert schemes.of(module) is None
 
 
-def test_a_quantised_shape_has_the_drafters_of_the_float_one() -> None:
-    drafters = one("target=gemma4_31b_fp8", "target.weights=random").target.drafters
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("gemma4_31b_fp8", "float-quantized"), ("gemma4_31b_w4a16", "pack-quantized")],
+)
+def test_a_quantised_shape_has_the_drafters_of_the_float_one(name: str, form: str) -> None:
+    drafters = one(f"target={name}", "target.weights=random").target.drafters
     assert drafters == one("target=gemma4_31b", "target.weights=random").target.drafters
-    float_, fp8 = (open_checkpoint(f"shape:{n}").config for n in ("gemma4_31b", "gemma4_31b_fp8"))
-    assert fp8.pop("quantization_config")["format"] == "float-quantized"
-    assert fp8 == float_
+    float_, quantised = (open_checkpoint(f"shape:{n}").config for n in ("gemma4_31b", name))
+    assert quantised.pop("quantization_config")["format"] == form
+    assert quantised == float_
 
 
 def test_a_shape_may_be_given_as_it_is() -> None:

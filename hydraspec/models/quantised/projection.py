@@ -123,8 +123,10 @@ class Projection:
                 weight.copy_(whole.reshape(weight.shape))
 
     def draw(self, whole: Tensor) -> None:
-        """Fills the tensors by quantising a matrix in float, as a checkpoint's maker does."""
-        read = encode(whole, self.scheme)
+        """Fills the tensors by quantising a matrix in float, as a checkpoint's maker does, who
+        stores scales of four-bit integers in bfloat16."""
+        is_int4 = self.scheme.kind == "int4"
+        read = encode(whole, self.scheme, scale_dtype=torch.bfloat16 if is_int4 else torch.float32)
         if self.scheme.input_scale is not None:
             read[self.scheme.input_scale] = torch.full((1,), STATIC_SCALE, device=whole.device)
         self.put(read)

@@ -15,6 +15,7 @@ from hydraspec_kernels.quantised import (
     QuantisedMatrix,
     RoundedRows,
     Rounding,
+    prepared,
     quantised_linear,
     quantised_partials,
     rounding_before,
@@ -39,15 +40,17 @@ class Piece:
     data: Tensor  # of all of them
     matrix: QuantisedMatrix | None = None  # once the file's scales are known
 
-    def finish(self) -> None:
-        """Collects the scales; call once after the weights are filled."""
+    def finish(self, dtype: torch.dtype) -> None:
+        """Collects the scales, for rows in dtype; call once after the weights are filled, whose
+        order in memory may change."""
         first, others = self.projections[0], self.projections[:-1]
         # A block of rows that ends inside a projection must not go on in the next.
         by_row = not all(each.is_aligned for each in self.projections) or any(
             each.outputs.count % (each.scheme.rows or 1) for each in others
         )
         scales = torch.cat([each.scales(by_row=by_row) for each in self.projections])
-        self.matrix = first.matrix(self.data, scales, first.rounding(), by_row=by_row)
+        matrix = first.matrix(self.data, scales, first.rounding(), by_row=by_row)
+        self.matrix = prepared(matrix, dtype)
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class Slab:
 
     inputs: Share
     group: TensorGroup
+    dtype: torch.dtype  # of rows
     pieces: list[Piece | Plain] = field(default_factory=list)
 
     @classmethod
@@ -85,7 +89,7 @@ class Slab:
         device: torch.device,
     ) -> Slab:
         """A slab with empty memory. Raises ConfigurationError if ranks cut a group of inputs."""
-        found = cls(inputs, group)
+        found = cls(inputs, group, dtype)
         first = 0
         for names in _alike(outputs, schemes):
             count = sum(outputs[name].count for name in names)
@@ -129,7 +133,7 @@ class Slab:
         """Collects the scales; call once after the weights are filled."""
         for piece in self.pieces:
             if isinstance(piece, Piece):
-                piece.finish()
+                piece.finish(self.dtype)
 
     @property
     def rounding_before(self) -> Rounding | None:

@@ -1,9 +1,10 @@
 """Products with quantised matrices: rows rounded as the checkpoint says, narrow numbers, scales.
 
-On CUDA up to 128 rows run a kernel that reads the narrow numbers (`plan`), on Hopper with FP8
-tensor cores. More rows, of which each has one scale, run the library's scaled product from
-capability 8.9 on, if each row of the matrix has one scale too. All else is unpacked to the rows'
-type first, by kernels, as everything is on a CPU by the reference.
+On CUDA up to 128 rows run a kernel that reads the narrow numbers (`plan`): on Hopper with FP8
+tensor cores, and of four-bit integers in an order of their own (`lanes`). More rows, of which each
+has one scale, run the library's scaled product from capability 8.9 on, if each row of the matrix
+has one scale too. All else is unpacked to the rows' type first, by kernels, as everything is on a
+CPU by the reference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.quantised.lanes import prepared
 from hydraspec_kernels.quantised.plan import (
     MOST_ROWS,
     SpecializedTiles,
@@ -41,6 +43,7 @@ __all__ = [
     "RoundedRows",
     "Rounding",
     "integers",
+    "prepared",
     "quantised_linear",
     "quantised_partials",
     "rounded_rows",

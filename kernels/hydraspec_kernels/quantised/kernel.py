@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hydraspec_kernels.quantised.plan import (
     RANGE_UNIT,
+    PackedTiles,
     SpecializedTiles,
     Tiles,
     shared_columns,
@@ -153,7 +154,7 @@ def launch(
     x: Tensor,
     matrix: QuantisedMatrix,
     maxima: Tensor | None,
-    tiles: Tiles | SpecializedTiles,
+    tiles: Tiles | SpecializedTiles | PackedTiles,
 ) -> Tensor:
     """Product [T, N] of rows x [T, K], rounded first, with the matrix, in x's dtype; partial sums
     [S, T, N] in float32 if the tiles split K."""
@@ -161,6 +162,10 @@ def launch(
         from hydraspec_kernels.quantised.specialized_kernel import specialized_product  # Gluon
 
         return specialized_product(rounded(x, matrix.rounding, maxima), matrix, tiles)
+    if isinstance(tiles, PackedTiles):
+        from hydraspec_kernels.quantised.packed_kernel import packed_product  # Gluon
+
+        return packed_product(x, matrix, tiles)
     rounding = matrix.rounding
     numbers, scales = x if x.stride(1) == 1 else x.contiguous(), None
     if rounding.kind != "float":

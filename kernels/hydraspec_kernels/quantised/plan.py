@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hydraspec_kernels.quantised.lanes import COLUMNS
 from hydraspec_kernels.quantised.records import QuantisedMatrix
 from hydraspec_kernels.quantised.reference import E4M3, PER_INT32
 from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
@@ -36,6 +37,19 @@ class SpecializedTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """A specialisation of the kernel of matrices in lanes and its grid."""
+
+    m: int  # rows of x a program multiplies: 8, 16, 32 or 64
+    rows: tuple[int, ...]  # of the matrix, of four warps: up to 64, the sum of powers of two
+    groups: int  # of four warps: 2 or 3
+    units: int  # of 256 columns, in a step
+    stages: int  # steps in flight
+    splits: int  # programs that share K
+    registers: int | None  # of a thread, on average; None: no limit
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """Block sizes of one `_product_kernel` launch."""
 
@@ -56,6 +70,19 @@ class Tiles:
 RESIDENT = {"block": 4, "row": 2, "int4": 2}
 LEAST_RANGE, LEAST_STAGES = 1024, 3  # columns of a range, steps in flight
 RANGE_UNIT = 256  # columns: ranges are the same whatever the step, so that every row's sums are
+WAVE_ROWS = 32  # what a wave of programs costs beside its rows, of all groups
+REGISTERS_OF_TWO = 144  # of a thread of two groups, so that a small kernel runs beside them
+# Rows of a matrix that four warps own, as powers of two.
+PACKED_ROWS = {
+    64: (64,),
+    56: (32, 16, 8),
+    48: (32, 16),
+    40: (32, 8),
+    32: (32,),
+    24: (16, 8),
+    16: (16,),
+    8: (8,),
+}
 SOME, MANY = 64 * NUM_SMS, 3 * 64 * NUM_SMS
 SIZES = {
     "block": {
@@ -81,7 +108,7 @@ SIZES = {
 
 def tiles_for(
     rows: int, matrix: QuantisedMatrix, *, partials: bool = False
-) -> Tiles | SpecializedTiles | None:
+) -> Tiles | SpecializedTiles | PackedTiles | None:
     """Tiles for `rows` rows of x; None: the matrix, or so many rows, have no kernel.
 
     partials: K may be split, how often depends on the matrix alone, for the same sums of every row.
@@ -90,6 +117,8 @@ def tiles_for(
         return None
     if is_specialized(matrix):
         return _specialized(rows, matrix, partials)
+    if matrix.lanes:
+        return _packed(rows, matrix, partials)
     n, shared = matrix.data.shape[0], (shared_columns(matrix), matrix.rounding.group)
     is_packed = matrix.data.dtype is torch.int32
     kind = "int4" if is_packed else "block" if any(shared) else "row"
@@ -168,3 +197,31 @@ def _even(n: int) -> tuple[int, ...]:
         if len(powers) <= 3:
             return powers
     return (STEP,)
+
+
+def _packed(rows: int, matrix: QuantisedMatrix, partials: bool) -> PackedTiles:
+    """Tiles that give every multiprocessor the same share. How K is split depends on the matrix
+    alone."""
+    n, k = matrix.data.shape[0], matrix.width
+    m = next((size for size in (8, 16, 32) if rows <= size), 64)
+
+    def splits_of(groups: int, share: int) -> int:
+        if not partials:
+            return 1
+        return max(1, min(NUM_SMS // _divided(n, groups * share), k // LEAST_RANGE))
+
+    def cost(groups: int, share: int) -> tuple[float, int, int]:
+        splits = splits_of(groups, share)
+        waves = _divided(_divided(n, groups * share) * splits, NUM_SMS)
+        return waves * (groups * share + WAVE_ROWS / groups) / splits, -share, -groups
+
+    most = 2 if partials or m < 32 else 3
+    shares = ((groups, share) for groups in range(2, most + 1) for share in PACKED_ROWS)
+    groups, share = min(shares, key=lambda each: cost(*each))
+    splits = splits_of(groups, share)
+    units = 2 if m < 32 else 1
+    stage_bytes = units * COLUMNS * (groups * 64 // 2 + 2 * m)
+    steps = _divided(k, units * COLUMNS * splits)
+    stages = max(2, min(SHARED_BYTES // stage_bytes, steps))
+    registers = REGISTERS_OF_TWO if groups == 2 and m < 32 else None
+    return PackedTiles(m, PACKED_ROWS[share], groups, units, stages, splits, registers)

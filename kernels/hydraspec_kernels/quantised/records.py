@@ -44,11 +44,12 @@ class QuantisedMatrix:
     """A matrix W [N, K] = numbers * scales, or a stack of them [E, N, K]."""
 
     data: Tensor  # [..., N, K] e4m3, or [..., N, K / 8] int32 of four-bit integers plus 8
-    scales: Tensor  # [..., R, G] float32
+    scales: Tensor  # [..., R, G] float32; in lanes bfloat16
     rows: int  # rows of W that share a scale
     columns: int  # columns of W that share a scale
     width: int  # K
     rounding: Rounding
+    lanes: bool = False  # words and scales are in the order of `lanes`
 
     def by_row(self) -> QuantisedMatrix:
         """The same matrix with scales for each row."""

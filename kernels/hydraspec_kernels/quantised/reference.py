@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.quantised.lanes import in_file_order
 from hydraspec_kernels.quantised.records import QuantisedMatrix, Rounding
 
 E4M3 = torch.float8_e4m3fn
@@ -72,6 +73,8 @@ def integers(data: Tensor, width: int) -> Tensor:
 
 def unpacked_reference(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     """The matrix [..., N, K] in dtype, each number times its scale rounded once."""
+    if matrix.lanes:
+        matrix = in_file_order(matrix)
     data = matrix.data
     if data.dtype is torch.int32:
         numbers = integers(data, matrix.width)

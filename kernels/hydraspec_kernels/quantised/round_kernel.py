@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.quantised.lanes import EXPONENT
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import (
     E4M3,
@@ -153,7 +154,7 @@ def _unpack_kernel(
     out_ptr,
     # [E, N, K] e4m3, or [E, N, K / 8] int32
     data_ptr,
-    # [E, R, C] float32
+    # [E, R, C] float32; LANES: bfloat16
     scales_ptr,
     N,
     K,
@@ -164,6 +165,8 @@ def _unpack_kernel(
     ROWS: tl.constexpr,  # that share a scale
     COLUMNS: tl.constexpr,
     PACKED: tl.constexpr,
+    LANES: tl.constexpr,
+    POWER: tl.constexpr,  # of two, in the scales
     BR: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -176,12 +179,18 @@ def _unpack_kernel(
     inside = (n < N)[:, None] & (k < K)[None, :]
     at = data_ptr + one * stride_stack + n.to(tl.int64)[:, None] * stride_data
     if PACKED:
-        words = tl.load(at + (k // 8)[None, :], mask=inside, other=0)
-        number = (((words >> (k % 8 * 4)[None, :]) & 15) - 8).to(tl.float32)
+        word, place = k // 8, k % 8
+        if LANES:  # see `lanes`
+            word = k // 256 * 32 + k % 8 // 2 * 8 + k % 256 // 128 * 4 + k % 128 // 32
+            place = k % 32 // 8 + k % 2 * 4
+        words = tl.load(at + word[None, :], mask=inside, other=0)
+        number = (((words >> (place * 4)[None, :]) & 15) - 8).to(tl.float32)
     else:
         number = tl.load(at + k[None, :], mask=inside, other=0.0).to(tl.float32)
     scale_at = scales_ptr + one * stride_scales_stack + (n // ROWS * stride_scales)[:, None]
-    scale = tl.load(scale_at + (k // COLUMNS)[None, :], mask=inside, other=0.0)
+    scale = tl.load(scale_at + (k // COLUMNS)[None, :], mask=inside, other=0.0).to(tl.float32)
+    if LANES:
+        scale = scale * POWER
     to = out_ptr + (one * N + n)[:, None] * K + k[None, :]
     tl.store(to, (number * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -280,6 +289,8 @@ def unpack(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
         ROWS=matrix.rows,
         COLUMNS=matrix.columns,
         PACKED=data.dtype is torch.int32,
+        LANES=matrix.lanes,
+        POWER=2.0**-EXPONENT,
         BR=UNPACK_ROWS,
         BK=UNPACK_COLUMNS,
         **dependent_launch(out),

@@ -1,0 +1,358 @@
+"""Rows times a matrix of four-bit integers on Hopper, warp-specialised: one warp copies words.
+
+Groups of four warps own up to 64 rows of the matrix each. They unpack its words, in the order of
+`lanes`, to the left operand of a product in registers: numbers times scales rounded once, as the
+reference does. The right operand is a tile of x, which the groups share. Gluon has no interpreter:
+only tests on the device run this.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor, bfloat16, float32
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS
+from hydraspec_kernels.quantised import lanes
+from hydraspec_kernels.quantised.plan import PackedTiles
+from hydraspec_kernels.quantised.records import QuantisedMatrix
+from hydraspec_kernels.runtime.gluon_kernel import load_tile, start_next, wait_for_inputs
+from hydraspec_kernels.runtime.launch import NUM_SMS
+from hydraspec_kernels.runtime.launch_kernel import dependent_launch
+
+ROWS = gl.constexpr(64)  # of the matrix, which four warps multiply at once
+UNIT = gl.constexpr(lanes.COLUMNS)  # columns
+WORDS = gl.constexpr(lanes.COLUMNS // 8)
+SCALES = gl.constexpr(lanes.COLUMNS // lanes.SCALED)
+UNITS_OF_RANGE = gl.constexpr(lanes.RANGE // lanes.COLUMNS)
+HALF = gl.constexpr(128)  # columns whose numbers are multiplied at once
+RESCALE = gl.constexpr(2.0 ** (133 - lanes.EXPONENT))
+
+# The four pairs of a word, i and i + 4. Four bits of a bfloat16 that is zero else are an integer
+# times 2^-133, or 2^-129 if they are its second four: the distance of neighbours is 2^-133 there.
+# That times the scale, less 8 scales, is rounded once.
+_PAIRS: gl.constexpr = gl.constexpr("""
+{
+.reg .b32 n<4>, second, scale, sixteenth, bias, constant;
+mov.b32 scale, {$9, $9};
+mov.b32 constant, 0x3d803d80;
+mul.rn.bf16x2 sixteenth, scale, constant;
+mov.b32 constant, 0x80088008;
+mul.rn.bf16x2 bias, scale, constant;
+shr.u32 second, $8, 8;
+and.b32 n0, $8, 0x000f000f;
+and.b32 n1, $8, 0x00f000f0;
+and.b32 n2, second, 0x000f000f;
+and.b32 n3, second, 0x00f000f0;
+fma.rn.bf16x2 n0, n0, scale, bias;
+fma.rn.bf16x2 n1, n1, sixteenth, bias;
+fma.rn.bf16x2 n2, n2, scale, bias;
+fma.rn.bf16x2 n3, n3, sixteenth, bias;
+mov.b32 {$0, $1}, n0;
+mov.b32 {$2, $3}, n1;
+mov.b32 {$4, $5}, n2;
+mov.b32 {$6, $7}, n3;
+}
+""")
+
+
+@gluon.jit
+def _numbers(words, scales, OPERAND: gl.constexpr):
+    """Numbers [64, 128], times 2^-33, of words [64, 4 lanes, 4] and the scales [64, 4] of each of
+    the last."""
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 4],
+    )
+    words = gl.convert_layout(words, L, assert_trivial=True)
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, L), assert_trivial=True)
+    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
+        _PAIRS,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
+        [words, scales.expand_dims(1)],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    first = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+    second = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+    v = gl.join(first, second)  # [row, lane, word, one of the pair, of two pairs, of two twos]
+    v = v.permute([0, 2, 5, 4, 1, 3]).reshape([64, 128])
+    return gl.convert_layout(v, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(
+    out, scales, xs, ws, filled, free, m0, M, N, units_of_scales, low, steps, tiles,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, BM: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The program of four multiplying warps, which have R rows of the matrix of each tile."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    OF_WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+    OF_SCALES: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
+            if UNITS == 2
+            else [[0, 1], [0, 2], [0, 4], [8, 0]]
+        ),
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, SCALES * UNITS],
+    )
+    of_step = gl.arange(0, SCALES * UNITS, gl.SliceLayout(0, OF_SCALES))[None, :]
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n = (tile * GROUPS + GROUP) * R
+        row = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCALES)), N - 1)
+        at = scales + row.to(gl.int64)[:, None] * (units_of_scales * SCALES) + of_step
+        at = gl.multiple_of(at, [16, 16])  # bytes: 16 a load
+        y = gl.zeros((ROWS, BM), gl.float32, SUMS)
+        ahead = gl.load(at + low * (SCALES * UNITS))
+        for i in range(steps):
+            here = ahead
+            ahead = gl.load(at + (low + gl.minimum(i + 1, steps - 1)) * (SCALES * UNITS))
+            mbarrier.wait(filled.index(slot), phase)
+            for unit in gl.static_range(UNITS):
+                of_unit = here
+                if UNITS == 2:
+                    s0, s1 = gl.split(here.reshape([64, 2, SCALES]).permute([0, 2, 1]))
+                    of_unit = s1 if unit else s0
+                s0, s1 = gl.split(of_unit.reshape([64, 2, 4]).permute([0, 2, 1]))
+                words = ws.index((slot * UNITS + unit) * GROUPS + GROUP).load(OF_WORDS)
+                w0, w1 = gl.split(words.reshape([64, 4, 2, 4]).permute([0, 1, 3, 2]))
+                if unit:
+                    y = warpgroup_mma_wait(0, deps=(y,))
+                half = (slot * UNITS + unit) * 2
+                y = warpgroup_mma(
+                    _numbers(w0, s0, OPERAND), xs.index(half).permute((1, 0)), y, is_async=True
+                )
+                y = warpgroup_mma(
+                    _numbers(w1, s1, OPERAND), xs.index(half + 1).permute((1, 0)), y, is_async=True
+                )
+            y = warpgroup_mma_wait(0, deps=(y,))
+            mbarrier.arrive(free.index(slot), count=1)
+            slot += 1
+            phase = gl.where(slot == STAGES, phase ^ 1, phase)
+            slot = gl.where(slot == STAGES, 0, slot)
+        of_tile = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        m = m0 + gl.arange(0, BM, gl.SliceLayout(0, SUMS))
+        to = (gl.program_id(1).to(gl.int64) * M + m)[None, :] * N + (n + of_tile)[:, None]
+        real = ((of_tile < R) & (n + of_tile < N))[:, None] & (m < M)[None, :]
+        gl.store(out + to, (y * RESCALE).to(out.dtype.element_ty), mask=real)
+
+
+@gluon.jit
+def _copy_words(
+    w0, w1, w2, ws, slot, filled, n, step,
+    GROUPS: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, UNITS: gl.constexpr,
+):  # fmt: skip
+    """Starts copying the words of a step of all groups' rows, from row n on, into a slot."""
+    for unit in gl.static_range(UNITS):
+        k = (step * UNITS + unit) * WORDS
+        for group in gl.static_range(GROUPS):
+            row = n + group * (R0 + R1 + R2)
+            to = ws.index((slot * UNITS + unit) * GROUPS + group)
+            load_tile(w0, [row, k], filled, to.slice(0, R0))
+            if R1:
+                load_tile(w1, [row + R0, k], filled, to.slice(R0, R1))
+            if R2:
+                load_tile(w2, [row + R0 + R1, k], filled, to.slice(R0 + R1, R2))
+
+
+@gluon.jit
+def _copy_x(x, xs, slot, filled, m, step, UNITS: gl.constexpr):
+    for half in gl.static_range(2 * UNITS):
+        k = (step * 2 * UNITS + half) * HALF
+        load_tile(x, [m, k], filled, xs.index(slot * 2 * UNITS + half))
+
+
+@gluon.jit
+def _copy(
+    x, w0, w1, w2, xs, ws, filled, free, m, low, steps, tiles,
+    GROUPS: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BM: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The program of the copying warp: copies all steps of all tiles, as slots become free."""
+    TILE: gl.constexpr = GROUPS * (R0 + R1 + R2)
+    BYTES: gl.constexpr = UNITS * (TILE * WORDS * 4 + BM * UNIT * 2)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    total = gl.cdiv(tiles - program, programs) * steps
+    first = gl.minimum(total, STAGES)
+    for i in range(first):
+        n, at = (program + i // steps * programs) * TILE, filled.index(i)
+        mbarrier.expect(at, BYTES)
+        _copy_words(w0, w1, w2, ws, i, at, n, low + i % steps, GROUPS, R0, R1, R2, UNITS)
+    wait_for_inputs(PDL)
+    for i in range(first):
+        _copy_x(x, xs, i, filled.index(i), m, low + i % steps, UNITS)
+    slot = 0
+    phase = 0
+    for i in range(first, total):
+        n, step, at = (program + i // steps * programs) * TILE, low + i % steps, filled.index(slot)
+        mbarrier.wait(free.index(slot), phase)
+        mbarrier.expect(at, BYTES)
+        _copy_words(w0, w1, w2, ws, slot, at, n, step, GROUPS, R0, R1, R2, UNITS)
+        _copy_x(x, xs, slot, at, m, step, UNITS)
+        slot += 1
+        phase = gl.where(slot == STAGES, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES, 0, slot)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _packed_kernel(
+    # [splits, M, N]
+    out,
+    # [M, K] bfloat16 in tiles [BM, 128]
+    x,
+    # [N, K / 8] int32 in tiles [R0, 32], [R1, 32] and [R2, 32]
+    w0,
+    w1,
+    w2,
+    # [N, K / 32 and more] bfloat16
+    scales,
+    M, N, K, units_of_scales,
+    BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, GROUP_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    R: gl.constexpr = R0 + R1 + R2
+    split, splits = gl.program_id(1), gl.num_programs(1)
+    ranges = gl.cdiv(K, UNITS_OF_RANGE * UNIT)
+    low = split * ranges // splits * (UNITS_OF_RANGE // UNITS)
+    high = (split + 1) * ranges // splits * (UNITS_OF_RANGE // UNITS)
+    steps = gl.minimum(high, gl.cdiv(K, UNITS * UNIT)) - low
+    tiles, m = gl.cdiv(N, GROUPS * R), gl.program_id(2) * BM
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * 2 * UNITS, BM, HALF], x.layout)
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS * GROUPS, ROWS, WORDS], w0.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    fence_async_shared()
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
+                        tiles,
+                        0, GROUPS, R, BM, UNITS, STAGES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
+                        tiles,
+                        1, GROUPS, R, BM, UNITS, STAGES,
+                    ),
+                ),
+                (
+                    _copy,
+                    (
+                        x, w0, w1, w2, xs, ws, filled, free, m, low, steps, tiles,
+                        GROUPS, R0, R1, R2, BM, UNITS, STAGES, PDL,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [GROUP_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
+                        tiles,
+                        0, GROUPS, R, BM, UNITS, STAGES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
+                        tiles,
+                        1, GROUPS, R, BM, UNITS, STAGES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
+                        tiles,
+                        2, GROUPS, R, BM, UNITS, STAGES,
+                    ),
+                ),
+                (
+                    _copy,
+                    (
+                        x, w0, w1, w2, xs, ws, filled, free, m, low, steps, tiles,
+                        GROUPS, R0, R1, R2, BM, UNITS, STAGES, PDL,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [GROUP_REGISTERS, GROUP_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+
+
+def packed_product(x: Tensor, matrix: QuantisedMatrix, tiles: PackedTiles) -> Tensor:
+    """Product [T, N] of rows x [T, K] in bfloat16 with a matrix in lanes, or partial sums [S, T, N]
+    in float32 where the tiles split K."""
+    assert x.dtype is bfloat16, "matrices in lanes are bfloat16's; see `can_be_in_lanes`"
+    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    count, n = x.shape[0], matrix.data.shape[0]
+    if tiles.splits > 1:
+        out = x.new_empty(tiles.splits, count, n, dtype=float32)
+    else:
+        out = x.new_empty(count, n)
+    of_x = gl.NVMMASharedLayout.get_default_for([tiles.m, 128], gl.bfloat16)
+    of_words = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
+    rows, missing = tiles.rows, 3 - len(tiles.rows)
+    words = [TensorDescriptor.from_tensor(matrix.data, [r, 32], of_words) for r in rows]
+    sizes = (*rows, *[0] * missing)
+    programs = min(triton.cdiv(n, tiles.groups * sum(rows)), NUM_SMS)
+    _packed_kernel[programs, tiles.splits, triton.cdiv(count, tiles.m)](
+        out,
+        TensorDescriptor.from_tensor(x, [tiles.m, 128], of_x),
+        *(*words, *[None] * missing),
+        matrix.scales,
+        *(count, n, matrix.width, matrix.scales.stride(0) // SCALES.value),
+        BM=tiles.m,
+        R0=sizes[0],
+        R1=sizes[1],
+        R2=sizes[2],
+        GROUPS=tiles.groups,
+        UNITS=tiles.units,
+        STAGES=tiles.stages,
+        GROUP_REGISTERS=tiles.registers or 168,
+        num_warps=4,
+        maxnreg=tiles.registers,
+        **dependent_launch(x),
+    )
+    return out
