@@ -114,6 +114,7 @@ class Attention(Weights):
             shared.plan,
             self.heads,
             writes=not self.shape.shares_kv,
+            rounding=self.out.rounding_before,
         )
         return self.out.partial_sums(attended)
 

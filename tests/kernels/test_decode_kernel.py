@@ -23,6 +23,8 @@ from hydraspec_kernels.attention.reference import (
     attend_projection_reference,
     planned_attention_reference,
 )
+from hydraspec_kernels.quantised import RoundedRows, Rounding
+from hydraspec_kernels.quantised.round_kernel import round_rows
 from hydraspec_kernels.runtime import breaks
 from torch import Tensor
 
@@ -300,3 +302,39 @@ def test_a_graph_of_layers_follows_the_inputs_and_is_deterministic(
             for out, cache in zip(outs, caches, strict=True):
                 assert torch.equal(out, expected)
                 assert torch.equal(bits(cache), bits(expected_cache))
+
+
+@pytest.mark.parametrize("programs", WAYS, indirect=True)
+@pytest.mark.parametrize("name", ["verify rows", "rows after the last and padding requests"])
+@pytest.mark.usefixtures("programs")
+def test_results_are_rounded_as_the_product_would(name: str) -> None:
+    """Bit for bit, by the program that has them, or by the one that adds up splits."""
+    inputs = build(replace(CASES[name], head_dim=64, heads=4))
+    wanted = run(inputs, inputs.cache.clone())
+    rounding = Rounding("group", 32)
+    assert tiling.fits_rounding(inputs.plan.shape, len(wanted), rounding)
+    with poisoned_memory():
+        padded, found_scales = kernel.attend_projection_kernel(
+            *inputs.arguments(inputs.cache.clone()), writes=inputs.writes, rounding=rounding
+        )
+    found = RoundedRows(padded, found_scales, wanted.dtype)
+    numbers, scales = round_rows(wanted, rounding, None, torch.float8_e4m3fn)
+    rows = int(inputs.plan.starts[-1])
+    assert torch.equal(found.numbers.float(), numbers.float())
+    assert torch.equal(found.scales[:rows], scales[:rows])
+    assert not found.scales[rows:].any()
+
+
+def test_what_does_not_fit_is_rounded_by_the_product() -> None:
+    shape = build(CASES["verify rows"]).plan.shape
+    blocks = Rounding("group", 128)
+    for head_dim, rows, rounding, fits in (
+        (256, 8, blocks, True),
+        (512, 128, blocks, True),
+        (128, 8, blocks, False),  # a group has numbers of both halves
+        (384, 8, blocks, False),
+        (256, 129, blocks, False),
+        (256, 8, Rounding("token"), False),
+    ):
+        found = tiling.fits_rounding(replace(shape, head_dim=head_dim), rows, rounding)
+        assert found is fits, (head_dim, rows, rounding)

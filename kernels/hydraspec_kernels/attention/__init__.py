@@ -14,6 +14,8 @@ group. `reference.py` specifies every operation; each kernel has a file:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,9 @@ from hydraspec_kernels.attention.tiling import (
     fits_decode,
     fits_latent,
     fits_prefill,
+    fits_rounding,
 )
+from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.runtime import breaks
 from hydraspec_kernels.runtime.launch import runs_kernels
 
@@ -100,9 +104,16 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
 
 
 def attend_projection(
-    projection: Projection, cache: Tensor, plan: AttentionPlan, shape: QkvShape, *, writes: bool
-) -> Tensor:
-    """Runs `write_qkv`, then `paged_attention`, in one kernel if that is faster -> [T, Hq * H].
+    projection: Projection,
+    cache: Tensor,
+    plan: AttentionPlan,
+    shape: QkvShape,
+    *,
+    writes: bool,
+    rounding: Rounding | None = None,
+) -> Tensor | RoundedRows:
+    """Runs `write_qkv`, then `paged_attention`, in one kernel if that is faster -> [T, Hq * H],
+    rounded as `rounding` says if that kernel can.
 
     cache is [rows, 2, Hkv, H]. writes false: a layer that shares KV, which only reads the cache.
     Each of the projection's cache rows is -1, or is given by its row's position in the plan's block
@@ -111,14 +122,25 @@ def attend_projection(
     """
     narrow = projection.qkv.element_size() < 8
     if isinstance(plan, DevicePlan) and narrow and fits_decode(plan):
-        return breaks.run(_attend_fused, projection, cache, plan, shape, writes)
+        args = projection, cache, plan, shape, writes
+        if rounding is None or not fits_rounding(plan.shape, projection.qkv.shape[0], rounding):
+            return breaks.run(_attend_fused, *args, None)
+        numbers, scales = breaks.run(_attend_fused, *args, rounding)
+        return RoundedRows(numbers, scales, projection.qkv.dtype)
     query = write_qkv(projection, cache if writes else None, shape)
     return paged_attention(query, cache, plan)
 
 
 def _attend_fused(
-    projection: Projection, cache: Tensor, plan: DevicePlan, shape: QkvShape, writes: bool
-) -> Tensor:
+    projection: Projection,
+    cache: Tensor,
+    plan: DevicePlan,
+    shape: QkvShape,
+    writes: bool,
+    rounding: Rounding | None,
+) -> Any:
     from hydraspec_kernels.attention.decode_kernel import attend_projection_kernel  # Triton
 
-    return attend_projection_kernel(projection, cache, plan, shape, writes=writes)
+    return attend_projection_kernel(
+        projection, cache, plan, shape, writes=writes, rounding=rounding
+    )

@@ -28,7 +28,29 @@ from hydraspec_kernels.attention.qkv_kernel import (
 )
 from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
 from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
+from hydraspec_kernels.quantised.records import Rounding
+from hydraspec_kernels.quantised.round_kernel import empty_padded, rounded_groups
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
+
+
+@triton.jit
+def _prefetch_share(
+    keys, table, seq_lens, starts, request, tile, split, num_rows, num_requests, split_shift,
+    least_share, table_width, num_blocks,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
+    ONE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+):  # fmt: skip
+    """Brings the first keys and values of a split into the L2."""
+    _, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
+    begin, limit, share = split_keys(
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+    )
+    begin += split * share
+    prefetch_keys(
+        keys, keys + TOKEN // 2, table, begin, tl.minimum(limit, begin + share),
+        table_width, num_blocks, BLOCK_SIZE, TOKEN, HEAD_DIM, False, PREFETCHED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -59,6 +81,37 @@ def _store_halves(
     tl.store(to + HALF, b.to(to.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_result(
+    to, scales, at, a, b, exists,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """As `_store_halves`; ROUNDED: in e4m3, with the scales of so many numbers each."""
+    if not ROUNDED:
+        _store_halves(to, at, a, b, exists, HALF, BLOCK_M, BLOCK_H)
+        return
+    at, mask = at.to(tl.int64)[:, None], exists[:, None]
+    to += at * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    scales += at * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
+    for half in tl.static_range(2):
+        numbers, scale = rounded_groups(b if half else a, BLOCK_M, HALF, ROUNDED)
+        tl.store(to + half * HALF, numbers.to(to.dtype.element_ty), mask=mask)
+        tl.store(scales + half * (HALF // ROUNDED), scale, mask=mask)
+
+
+@triton.jit
+def _clear_rest(
+    out, scales, first_row, stop_row, kv_head,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Stores zeros for the queries of one KV head in rows first_row..stop_row, and for scales."""
+    clear_queries(out, first_row, stop_row, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK)
+    if ROUNDED:
+        N: tl.constexpr = HEAD_DIM // ROUNDED
+        clear_queries(scales, first_row, stop_row, kv_head, NUM_HEADS, GROUP, N, QUERIES, N)
+
+
 @triton.jit(
     do_not_specialize=[
         *("num_rows", "num_requests", "split_shift", "least_share"),
@@ -67,6 +120,7 @@ def _store_halves(
 )
 def _decode_kernel(
     out,  # [T, Hq, H]
+    scales,  # [T, Hq * H / ROUNDED] float32, of results in e4m3
     partial,  # [S, T, Hq, H] float32, then log2 of the sums [S, T, Hq]
     arrived,  # [tiles, Hkv] int32, zero before and after
     cache,  # [rows, 2, Hkv, H], read and written
@@ -108,6 +162,7 @@ def _decode_kernel(
     BLOCK_NEW: tl.constexpr,  # new rows of a request
     TRANSPOSED: tl.constexpr,  # queries are columns
     ADDS: tl.constexpr,  # this kernel adds up the splits
+    ROUNDED: tl.constexpr,  # results that share a scale; 0: they are not rounded to e4m3
     PREFETCHED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -121,14 +176,10 @@ def _decode_kernel(
     keys = cache + kv_head * HEAD_DIM
     table = block_table + request.to(tl.int64) * table_stride
     if PDL:  # most keys were written by earlier steps
-        _, n, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
-        begin, limit, share = split_keys(
-            length, n, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
-        )
-        begin += split * share
-        prefetch_keys(
-            keys, keys + TOKEN // 2, table, begin, tl.minimum(limit, begin + share),
-            table_width, num_blocks, BLOCK_SIZE, TOKEN, HEAD_DIM, False, PREFETCHED,
+        _prefetch_share(
+            keys, table, seq_lens, starts, request, tile, split, num_rows, num_requests,
+            split_shift, least_share, table_width, num_blocks, GROUP, WINDOW, QUERIES, BLOCK_N,
+            ONE_ROW, BLOCK_SIZE, TOKEN, HEAD_DIM, PREFETCHED,
         )  # fmt: skip
     q_weight_a, q_weight_b = norm_weights(q_weight, Q_NORM, QUERIES, HALF, BLOCK_H)
     k_weight_a, k_weight_b = norm_weights(k_weight, WRITES and K_NORM, 2 * BLOCK_NEW, HALF, BLOCK_H)
@@ -136,9 +187,10 @@ def _decode_kernel(
     start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
     last = tl.program_id(0) == (num_requests - 1) * ROW_TILES
     if not ONE_ROW and last & (split == 0):  # rows after the last request
-        clear_queries(
-            out, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H
-        )
+        _clear_rest(
+            out, scales, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES,
+            2 * BLOCK_H, ROUNDED,
+        )  # fmt: skip
     first, limit, share = split_keys(
         length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
     )
@@ -167,12 +219,15 @@ def _decode_kernel(
         q_a, q_b, keys, table, block, begin, limit, length - rows + row, scale,
         NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TRANSPOSED, PRECISION,
     )  # fmt: skip
+    at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     if share >= all_keys:  # the only split of this tile
-        at_out = (start + row).to(tl.int64) * NUM_HEADS + head
-        _store_halves(out, at_out, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
+        _store_result(
+            out, scales, at_out, mean_a.to(qkv.dtype.element_ty), mean_b.to(qkv.dtype.element_ty),
+            inside, HALF, BLOCK_M, BLOCK_H, ROUNDED,
+        )  # fmt: skip
         return
     size_of_split = num_rows.to(tl.int64) * NUM_HEADS
-    at_split = split * size_of_split + (start + row) * NUM_HEADS + head
+    at_split = split * size_of_split + at_out
     sums = partial + (size_of_split << split_shift) * HEAD_DIM
     _store_halves(partial, at_split, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
     tl.store(sums + at_split, size, mask=inside)
@@ -180,8 +235,8 @@ def _decode_kernel(
         used = arrive(arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, share, all_keys)
         if used > 0:
             add_up(
-                out, partial, sums, start, rows, tile, kv_head, size_of_split, used,
-                NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H,
+                out, scales, partial, sums, start, rows, tile, kv_head, size_of_split, used,
+                NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H, ROUNDED, qkv.dtype.element_ty,
             )  # fmt: skip
 
 
@@ -197,16 +252,31 @@ def _check(
 
 
 def attend_projection_kernel(
-    projection: Projection, cache: Tensor, plan: DevicePlan, shape: QkvShape, *, writes: bool
-) -> Tensor:
-    """See `attention.attend_projection`; the plan must satisfy `supports_decode`."""
+    projection: Projection,
+    cache: Tensor,
+    plan: DevicePlan,
+    shape: QkvShape,
+    *,
+    writes: bool,
+    rounding: Rounding | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `attention.attend_projection`; the plan must satisfy `supports_decode`. With a rounding:
+    numbers in memory of whole tiles of rows and scales, as in `RoundedRows`."""
     _check(projection, cache, plan, shape, writes)
     qkv = projection.qkv
     group, num_rows, device = plan.shape, qkv.shape[0], qkv.device
     width, heads = group.head_dim, group.num_heads
-    out = qkv.new_empty(num_rows, heads * width)
+    scales = None
+    if rounding is None:
+        out = qkv.new_empty(num_rows, heads * width)
+    else:
+        out = empty_padded(num_rows, heads * width, device)
+        scales = torch.empty(
+            num_rows, heads * width // rounding.group, dtype=torch.float32, device=device
+        )
+    found = out if scales is None else (out, scales)
     if num_rows == 0:
-        return out
+        return found
     max_keys = plan.block_table.shape[1] * group.block_size
     cut = cuts.decode_tiling(group, plan.max_rows, plan.num_requests, qkv.dtype, max_keys=max_keys)
     row_tiles = triton.cdiv(cuts.queries_of(group, plan.max_rows), cut.block_m)
@@ -221,6 +291,7 @@ def attend_projection_kernel(
         partial = torch.empty(size, dtype=torch.float32, device=device)
     _decode_kernel[(tiles, group.num_kv_heads, cut.splits)](
         out,
+        scales,
         partial,
         arrived,
         cache,
@@ -262,6 +333,7 @@ def attend_projection_kernel(
         BLOCK_NEW=triton.next_power_of_2(plan.max_rows),
         TRANSPOSED=cut.transposed,
         ADDS=not cut.adds_apart,
+        ROUNDED=0 if rounding is None else rounding.group,
         PREFETCHED=max(16, cut.prefetched // (4 * triton.next_power_of_2(width))),
         PRECISION="ieee" if qkv.dtype is torch.float32 else "tf32",
         num_warps=cut.num_warps,
@@ -271,12 +343,14 @@ def attend_projection_kernel(
     if cut.splits > 1 and cut.adds_apart:
         add_splits(
             out,
+            scales,
             partial,
             plan,
+            dtype=qkv.dtype,
             splits=cut.splits,
             least_share=least_share,
             row_tiles=row_tiles,
             queries=queries,
             block_n=cut.block_n,
         )
-    return out
+    return found

@@ -8,6 +8,7 @@ second kernel does (`add_splits`). How many splits a tile has then depends on it
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,8 +16,14 @@ from torch import Tensor
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY, find_keys, find_rows
 from hydraspec_kernels.attention.tiling import MAX_SPLITS
+from hydraspec_kernels.quantised.round_kernel import rounded_groups
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 # Splits, and groups of four results, that a program adds up at once: a program of the decode
 # kernel, and one of the second kernel.
 ADDED_SPLITS = tl.constexpr(4)
@@ -122,12 +129,14 @@ def arrive(counter, share, all_keys):
 
 @triton.jit
 def _add_some(
-    out, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
+    out, scales, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of a tile's `used` splits, weighted by their sums of weights, for
     CHUNK groups of four outputs from group `at` on. Loads of SPLITS splits are in flight at once.
+    ROUNDED: so many of the results, in dtype, share a scale and become e4m3 numbers.
     """
     four = tl.arange(0, 4)
     flat = at + tl.arange(0, CHUNK)
@@ -153,29 +162,41 @@ def _add_some(
         whole = whole * fade + tl.sum(weight, 0)
         acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
         top = new_top
-    result = (acc * (1.0 / whole)[:, None]).to(out.dtype.element_ty)
+    result = (acc * (1.0 / whole)[:, None]).to(dtype)
+    if ROUNDED:
+        FOURS: tl.constexpr = ROUNDED // 4
+        v = tl.where((row < rows)[:, None], result, 0.0)
+        v = tl.reshape(v, (CHUNK // FOURS, ROUNDED))
+        v, scale = rounded_groups(v, CHUNK // FOURS, ROUNDED, ROUNDED)
+        result = tl.reshape(v, (CHUNK, 4)).to(out.dtype.element_ty)
+        # Every scale is stored by the first of its fours.
+        at_scale = (at_out * HEAD_DIM + d) // ROUNDED
+        first = (row < rows) & (d % ROUNDED == 0)
+        of_four = tl.broadcast_to(scale, (CHUNK // FOURS, FOURS))
+        tl.store(scales + at_scale, tl.reshape(of_four, (CHUNK,)), mask=first)
     to = out + (at_out * HEAD_DIM + d)[:, None] + four[None, :]
     tl.store(to, result, mask=(row < rows)[:, None] & inside)
 
 
 @triton.jit
 def add_up(
-    out, partial, sums, start, rows, tile, kv_head, size_of_split, used,
+    out, scales, partial, sums, start, rows, tile, kv_head, size_of_split, used,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Computes the results of a tile from those of its first `used` splits."""
     queries = tl.minimum(rows * GROUP - tile * QUERIES, QUERIES)
     for at in range(0, queries * (BLOCK_V // 4), ADDED):
         _add_some(
-            out, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
-            NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ADDED, ADDED_SPLITS,
+            out, scales, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
+            NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ROUNDED, dtype, ADDED, ADDED_SPLITS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "split_shift", "least_share"])
 def _sum_kernel(
     out,  # [T, Hq, H]
+    scales,  # [T, Hq * H / ROUNDED] float32, of results in e4m3
     partial,  # [S, T, Hq, H] float32, then log2 of the sums [S, T, Hq]
     seq_lens,  # [B]
     starts,  # [B+1]; not read with ONE_ROW
@@ -193,6 +214,8 @@ def _sum_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr,  # added up at once
+    ROUNDED: tl.constexpr,  # see `_add_some`
+    DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -211,28 +234,33 @@ def _sum_kernel(
     size_of_split = num_rows.to(tl.int64) * NUM_HEADS
     sums = partial + (size_of_split << split_shift) * HEAD_DIM
     _add_some(
-        out, partial, sums, at, start, rows, tile, kv_head, size_of_split,
-        tl.cdiv(all_keys, share), NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ADDED_APART, SPLITS,
+        out, scales, partial, sums, at, start, rows, tile, kv_head, size_of_split,
+        tl.cdiv(all_keys, share), NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ROUNDED, DTYPE,
+        ADDED_APART, SPLITS,
     )  # fmt: skip
 
 
 def add_splits(
     out: Tensor,  # [T, Hq * H]
+    scales: Tensor | None,
     partial: Tensor,
     plan: DevicePlan,
     *,
+    dtype: torch.dtype,
     splits: int,
     least_share: int,
     row_tiles: int,
     queries: int,
     block_n: int,
 ) -> None:
-    """Computes results of all tiles with several splits from `partial` of the decode kernel."""
-    group, num_rows = plan.shape, out.shape[0]
+    """Computes results of all tiles with several splits from `partial` of the decode kernel, in
+    dtype; with scales [T, G], e4m3 numbers of them."""
+    group, num_rows = plan.shape, out.shape[0] if scales is None else scales.shape[0]
     width = max(32, triton.next_power_of_2(group.head_dim))
     programs = triton.cdiv(queries * width // 4, ADDED_APART.value)
     _sum_kernel[(programs, plan.num_requests * row_tiles, group.num_kv_heads)](
         out,
+        scales,
         partial,
         plan.seq_lens,
         plan.starts,
@@ -250,6 +278,8 @@ def add_splits(
         BLOCK_N=block_n,
         BLOCK_V=width,
         SPLITS=(ADDED_SPLITS if splits <= MAX_SPLITS else ADDED_MANY).value,
+        ROUNDED=0 if scales is None else out.shape[1] // scales.shape[1],
+        DTYPE=TRITON_TYPES[dtype],
         num_warps=4,
         **dependent_launch(out),
     )

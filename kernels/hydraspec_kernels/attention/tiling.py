@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
+from hydraspec_kernels.quantised.plan import MOST_ROWS as MOST_ROUNDED_ROWS
+from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper
 
 # Programs that fill the device: with two per multiprocessor, adding up the splits costs more than
@@ -121,6 +123,17 @@ def fits_decode(plan: DevicePlan) -> bool:
         return False
     programs = _decode_programs(shape, plan.max_rows, plan.num_requests)
     return programs <= 2 * FULL_DEVICE or _is_small(shape, plan.max_rows)
+
+
+def fits_rounding(shape: GroupShape, num_rows: int, rounding: Rounding) -> bool:
+    """Returns whether the fused kernel can round its results for the product after it: each half
+    of a head is made of whole groups."""
+    return (
+        rounding.kind == "group"
+        and num_rows <= MOST_ROUNDED_ROWS
+        and shape.head_dim % (2 * rounding.group) == 0
+        and shape.head_dim == next_power_of_2(shape.head_dim)
+    )
 
 
 def supports_decode(shape: GroupShape, max_rows: int) -> bool:

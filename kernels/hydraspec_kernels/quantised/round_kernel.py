@@ -26,6 +26,7 @@ from hydraspec_kernels.runtime.launch_kernel import (
 ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
 FEW_ROWS = 128  # up to these a program rounds one group
 ROWS_OF_TILES = 64  # of x, in the warp-specialised product
+LEAST_OF_GROUP, MOST_E4M3 = tl.constexpr(LEAST_GROUP_MAX), tl.constexpr(E4M3_MAX)
 UNPACK_ROWS, UNPACK_COLUMNS = 16, 256  # of a matrix, which a program unpacks
 
 
@@ -64,6 +65,17 @@ def rounded_row(
         scale = tl.div_rn(tl.maximum(top, LEAST), tl.zeros_like(top) + MOST)
     numbers = e4m3_of(groups, scale[:, None], MOST, False)
     return tl.reshape(numbers, (WIDTH,)), scale
+
+
+@triton.jit
+def rounded_groups(v, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """e4m3 numbers [ROWS, WIDTH] in float32, and scales [ROWS, WIDTH / GROUP], of rows v whose
+    groups each have a scale."""
+    groups = tl.reshape(v.to(tl.float32), (ROWS, WIDTH // GROUP, GROUP))
+    top = tl.maximum(tl.max(tl.abs(groups), 2), LEAST_OF_GROUP)
+    scale = tl.div_rn(top, tl.zeros_like(top) + MOST_E4M3)
+    numbers = e4m3_of(groups, scale[:, :, None], MOST_E4M3, False)
+    return tl.reshape(numbers, (ROWS, WIDTH)), scale
 
 
 @triton.jit(do_not_specialize=["columns"])
