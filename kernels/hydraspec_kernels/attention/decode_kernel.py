@@ -38,10 +38,11 @@ def _prefetch_share(
     keys, table, seq_lens, starts, request, tile, split, num_rows, num_requests, split_shift,
     least_share, table_width, num_blocks,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
-    ONE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PREFETCHED: tl.constexpr,
+    ONE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Brings the first keys and values of a split into the L2."""
+    TOKEN: tl.constexpr = 2 * NUM_KV_HEADS * HEAD_DIM
     _, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
     begin, limit, share = split_keys(
         length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
@@ -170,7 +171,6 @@ def _decode_kernel(
     start_next(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
-    TOKEN: tl.constexpr = 2 * NUM_KV_HEADS * HEAD_DIM
     kv_head, split = tl.program_id(1), tl.program_id(2)
     request, tile = tl.program_id(0) // ROW_TILES, tl.program_id(0) % ROW_TILES
     keys = cache + kv_head * HEAD_DIM
@@ -179,7 +179,7 @@ def _decode_kernel(
         _prefetch_share(
             keys, table, seq_lens, starts, request, tile, split, num_rows, num_requests,
             split_shift, least_share, table_width, num_blocks, GROUP, WINDOW, QUERIES, BLOCK_N,
-            ONE_ROW, BLOCK_SIZE, TOKEN, HEAD_DIM, PREFETCHED,
+            ONE_ROW, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, PREFETCHED,
         )  # fmt: skip
     q_weight_a, q_weight_b = norm_weights(q_weight, Q_NORM, QUERIES, HALF, BLOCK_H)
     k_weight_a, k_weight_b = norm_weights(k_weight, WRITES and K_NORM, 2 * BLOCK_NEW, HALF, BLOCK_H)
