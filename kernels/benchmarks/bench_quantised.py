@@ -15,7 +15,9 @@ import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
 from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding
 from hydraspec_kernels.quantised.kernel import product
-from hydraspec_kernels.quantised.plan import SpecializedTiles, tiles_for
+from hydraspec_kernels.quantised.lanes import in_lanes
+from hydraspec_kernels.quantised.packed_kernel import packed_product
+from hydraspec_kernels.quantised.plan import PackedTiles, SpecializedTiles, tiles_for
 from hydraspec_kernels.quantised.round_kernel import round_rows, rounded
 from hydraspec_kernels.quantised.specialized_kernel import specialized_product
 from torch import Tensor
@@ -36,10 +38,12 @@ ROUNDINGS = {
 
 
 def stored(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Random numbers and scales of a matrix [n, k]: only their sizes matter."""
+    """Random numbers and scales of a matrix [n, k], of int4 in lanes: only their sizes matter."""
     if kind == "int4 by group":
         words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device="cuda")
-        return words, torch.rand(n, k // GROUP, device="cuda")
+        scales = torch.full((n, k // GROUP), 0.01, device="cuda").bfloat16().float()
+        matrix = in_lanes(QuantisedMatrix(words, scales, 1, GROUP, k, ROUNDINGS[kind]))
+        return matrix.data, matrix.scales
     numbers = torch.randint(0, 120, (n, k), dtype=torch.uint8, device="cuda").view(E4M3)
     shape = (n, 1) if kind == "fp8 by row" else (-(-n // BLOCK), -(-k // BLOCK))
     return numbers, torch.rand(*shape, device="cuda")
@@ -48,7 +52,8 @@ def stored(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
 def matrix_of(kind: str, k: int, data: Tensor, scales: Tensor) -> QuantisedMatrix:
     rows = BLOCK if kind == "fp8 by block" else 1
     columns = {"fp8 by row": k, "fp8 by block": BLOCK, "int4 by group": GROUP}[kind]
-    return QuantisedMatrix(data, scales, rows, columns, k, ROUNDINGS[kind])
+    lanes = kind == "int4 by group"
+    return QuantisedMatrix(data, scales, rows, columns, k, ROUNDINGS[kind], lanes)
 
 
 def rows_of(rows: int, k: int) -> Tensor:
@@ -73,6 +78,11 @@ def measure(kind: str, name: str, rows: int) -> list[Measured]:
 
         def call(data: Tensor, scales: Tensor) -> Tensor:
             return specialized_product(in_e4m3, matrix_of(kind, k, data, scales), tiles)
+    elif isinstance(tiles, PackedTiles):
+        note = f"{tiles.groups} x {sum(tiles.rows)} rows, {tiles.stages} stages of {tiles.units}"
+
+        def call(data: Tensor, scales: Tensor) -> Tensor:
+            return packed_product(x, matrix_of(kind, k, data, scales), tiles)
     else:
         numbers, row_scales = x, None
         if rounding.kind != "float":
