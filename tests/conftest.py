@@ -94,6 +94,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(limit, append=False)  # before its own
 
 
+def pytest_collection_finish() -> None:
+    """What imports and collection have made stays: the collector need not look at it again, nor as
+    often at what tests make (a tenth of the time where they compose a configuration)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
 def _own_limit(item: pytest.Item) -> tuple[float, ...]:
     """Seconds that the test asks for; none: those of the command line or of `pyproject.toml`."""
     own = item.get_closest_marker("timeout")

@@ -77,6 +77,8 @@ def normal_quantile(probability: float) -> float:
 
 def sign_test(a: int, b: int) -> float:
     """Two-sided p: the probability of a split of a + b fair coins at least as uneven as a to b."""
+    if a == b:
+        return 1.0  # the usual case, without scipy's import
     from scipy import special
 
     return min(1.0, 2 * float(special.bdtr(min(a, b), a + b, 0.5)))

@@ -25,6 +25,8 @@ _BESIDE = (
     *("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.json"),
 )
+# Models whose folders transformers 5 reads as it has saved them; of others it may choose a class.
+_READ_AS_SAVED = ("gemma4", "qwen3", "deepseek_v3")
 
 
 class Tokenizer:
@@ -175,13 +177,11 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
     present = [folder / name for name in (*_FILES, *_BESIDE) if (folder / name).is_file()]
     if not any(file.name in _FILES for file in present):
         return None
-    from transformers import AutoTokenizer
-
     try:
         for file in present:
             _refuse_large(file)
         with _panics_as_errors(), _silent(), _without_bom(folder, present) as readable:
-            inner = AutoTokenizer.from_pretrained(
+            inner = _reader(readable).from_pretrained(
                 str(readable), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # broken json, missing vocabulary, classes that need remote code
@@ -192,6 +192,27 @@ def load_tokenizer(folder: Path | str) -> Tokenizer | None:
             "tokenizer's files and give prompt_token_ids"
         ) from None
     return Tokenizer(inner)
+
+
+def _reader(folder: Path) -> Any:
+    """The class of transformers that reads the folder's tokenizer: the one that AutoTokenizer would
+    choose, whose import takes three seconds, or AutoTokenizer.
+    """
+    settings, config = (
+        json.loads(file.read_bytes()) if (file := folder / name).is_file() else {}
+        for name in ("tokenizer_config.json", "config.json")
+    )
+    if (
+        settings.get("tokenizer_class") == "TokenizersBackend"
+        and "auto_map" not in settings
+        and str(config.get("model_type")).startswith(_READ_AS_SAVED)
+    ):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 @contextmanager

@@ -9,6 +9,7 @@ test-slow` runs the whole set.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from scenarios import (
     random_prompt,
     run_scenario,
     seeded,
-    uncached_continuation,
+    uncached_continuations,
 )
 from tiny_targets import assistant_config, gemma4_config, load, write_folder
 from torch import Tensor
@@ -54,10 +55,18 @@ def make_world(tmp_path: Path, flavour: str, dtype: torch.dtype, num_prompts: in
     rng = seeded(11)
     # Lengths around the window and around multiples of block sizes, and one-token prompts.
     lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
-    for length in rng.permutation(lengths)[:num_prompts]:
-        prompt = random_prompt(rng, int(length), target.vocab_size)
-        world.continuations[prompt] = uncached_continuation(target, prompt, KNOWN_TOKENS)
+    lengths = rng.permutation(lengths)[:num_prompts]
+    prompts = [random_prompt(rng, int(length), target.vocab_size) for length in lengths]
+    world.continuations = uncached_continuations(target, prompts, KNOWN_TOKENS)
     return world
+
+
+@pytest.fixture(scope="module")
+def world_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype], World]:
+    """Worlds by flavour and dtype, each made once: no run changes a target."""
+    return cache(
+        lambda flavour, dtype: make_world(tmp_path_factory.mktemp("world"), flavour, dtype, 7)
+    )
 
 
 def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome:
@@ -71,13 +80,14 @@ def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_oracle_drafts_are_lossless(tmp_path: Path, flavour: str, dtype: torch.dtype) -> None:
+def test_oracle_drafts_are_lossless(
+    world_of: Callable[[str, torch.dtype], World], flavour: str, dtype: torch.dtype
+) -> None:
     """Catches wrong slots, stale drafts, off-by-one commits, early frees: any changes a token.
 
     Float32 outputs may part at a near tie of the target (`assert_near_tie`), nowhere else.
     """
-    world = make_world(tmp_path, flavour, dtype, num_prompts=7)
-    outcome = run_oracle_scenarios(world, 24, seed=1)
+    outcome = run_oracle_scenarios(world_of(flavour, dtype), 24, seed=1)
     assert outcome.num_preempted > 0, "no scenario met cache pressure"
     assert {accepted for _, accepted in outcome.accepted} >= set(range(7))
 
@@ -96,9 +106,14 @@ def test_oracle_drafts_are_lossless_everywhere(tmp_path: Path, flavour: str) -> 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_random_assistant_is_lossless(tmp_path: Path, flavour: str, dtype: torch.dtype) -> None:
+def test_random_assistant_is_lossless(
+    tmp_path: Path,
+    world_of: Callable[[str, torch.dtype], World],
+    flavour: str,
+    dtype: torch.dtype,
+) -> None:
     """The real drafter: it reads the target's cache and must not disturb it."""
-    world = make_world(tmp_path, flavour, dtype, num_prompts=5)
+    world = world_of(flavour, dtype)
     config = gemma4_config(**FLAVOURS[flavour])
     drafter = write_folder(tmp_path / "assistant", assistant_config(config))
     outcome = Outcome()
@@ -174,10 +189,12 @@ def forget_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     "plant", [keep_rejected, slide_too_far, accept_one_more, forget_the_newest]
 )
 def test_planted_bugs_are_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+    monkeypatch: pytest.MonkeyPatch,
+    world_of: Callable[[str, torch.dtype], World],
+    plant: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     """The scenarios above prove something only if they fail when the engine is wrong."""
-    world = make_world(tmp_path, "dense", torch.float64, num_prompts=7)
+    world = world_of("dense", torch.float64)
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         run_oracle_scenarios(world, 24, seed=1)

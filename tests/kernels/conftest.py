@@ -1,9 +1,9 @@
 """What every test of a kernel shares."""
 
 import pytest
-from kernel_places import mend_loops
+from triton_interpreter import mend_interpreter
 
 
 @pytest.fixture(autouse=True)
-def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_loops(monkeypatch)
+def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    mend_interpreter(monkeypatch)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hydraspec.errors import CheckpointError, WorkloadError
-from hydraspec.models.tokenizer import load_tokenizer
+from hydraspec.models.checkpoint.reader import resolve_folder
+from hydraspec.models.tokenizer import _reader, load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
@@ -43,6 +44,34 @@ def test_another_template_leaves_the_tokenizer_as_it_is(tmp_path: Path) -> None:
     assert tokenizer.bos_token_id is None
     assert tokenizer.knows("model")
     assert not tokenizer.knows("two plus")
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny_gemma4", "tiny_gemma4_unified", "tiny_deepseek", "tiny_qwen3"]
+)
+def test_folders_saved_by_transformers_are_read_as_auto_tokenizer_reads_them(name: str) -> None:
+    """They are read without AutoTokenizer, whose import takes longer than all others."""
+    folder = resolve_folder(f"zoo:{name}")
+    read, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert read is not None
+    assert type(read._inner) is type(wanted)
+    assert read._inner.special_tokens_map == wanted.special_tokens_map
+    assert read.chat_template == wanted.chat_template
+    text = "def f(x):\n\treturn x <eos> é 12"
+    assert read.encode(text) == wanted.encode(text)
+
+
+def test_other_folders_are_read_by_auto_tokenizer(tmp_path: Path) -> None:
+    """It knows models whose files name the wrong class."""
+    folder = save(tmp_path, None)
+    for model_type, name, reader in (
+        ("gemma4_text", "TokenizersBackend", PreTrainedTokenizerFast),
+        ("qwen2", "TokenizersBackend", AutoTokenizer),
+        ("gemma4_text", "GemmaTokenizer", AutoTokenizer),
+    ):
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        assert _reader(folder) is reader
 
 
 def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hydraspec_kernels.sampling.records import EVERYTHING
-from kernel_places import mend_loops
 from torch import Tensor
+from triton_interpreter import mend_interpreter
 
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.types import Batch, RequestState, SamplingFlags, Verdict
@@ -110,8 +110,8 @@ def build_step(
 
 
 @pytest.fixture(autouse=True)
-def _loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_loops(monkeypatch)
+def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    mend_interpreter(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

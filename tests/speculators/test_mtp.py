@@ -22,7 +22,7 @@ from scenarios import (
     Outcome,
     random_prompt,
     seeded,
-    uncached_continuation,
+    uncached_continuations,
 )
 from torch import Tensor
 
@@ -76,9 +76,9 @@ def make_world(folder: Path, name: str, num_prompts: int, seed: int = 3) -> MTPW
     )
     rng = seeded(12)
     lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]
-    for length in rng.permutation(lengths)[:num_prompts]:
-        prompt = random_prompt(rng, int(length), world.vocab_size)
-        world.continuations[prompt] = uncached_continuation(world.target, prompt, KNOWN_TOKENS)
+    lengths = rng.permutation(lengths)[:num_prompts]
+    prompts = [random_prompt(rng, int(length), world.vocab_size) for length in lengths]
+    world.continuations = uncached_continuations(world.target, prompts, KNOWN_TOKENS)
     return world
 
 

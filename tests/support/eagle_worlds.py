@@ -26,7 +26,7 @@ from eagle_folders import (
 from eagle_oracle import PlainEagle
 from hydraspec_kernels.step_inputs.reference import slot_mapping_reference
 from plain_loops import MAX_K, DraftedWorld
-from scenarios import KNOWN_TOKENS, random_prompt, seeded, uncached_continuation
+from scenarios import KNOWN_TOKENS, random_prompt, seeded, uncached_continuations
 from tiny_targets import gemma4_config, load, write_folder
 from torch import Tensor
 
@@ -198,9 +198,10 @@ def known_texts(
     """Texts of some prompts and what the target says after them, which the world then knows; and by
     text the length up to the first token said."""
     texts, first = [], {}
-    for length in rng.permutation(LENGTHS)[:num_prompts]:
-        prompt = random_prompt(rng, int(length), world.target.vocab_size)
-        world.continuations[prompt] = uncached_continuation(world.target, prompt, KNOWN_TOKENS)
+    lengths = rng.permutation(LENGTHS)[:num_prompts]
+    prompts = [random_prompt(rng, int(length), world.target.vocab_size) for length in lengths]
+    world.continuations |= uncached_continuations(world.target, prompts, KNOWN_TOKENS)
+    for prompt in prompts:
         texts.append((*prompt, *world.continuations[prompt]))
         first[texts[-1]] = len(prompt) + 1
     return texts, first

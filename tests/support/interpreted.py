@@ -15,8 +15,8 @@ from typing import Any
 import hydraspec_kernels
 import pytest
 from hydraspec_kernels.attention import tiling
-from kernel_places import mend_loops
 from recorded_graphs import CalledAgain
+from triton_interpreter import mend_interpreter
 
 from hydraspec.engine.run import loading
 from hydraspec.models.place import Place
@@ -37,7 +37,7 @@ def run_as_on_devices(patch: pytest.MonkeyPatch) -> None:
 def _run_kernels(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import GridExecutor
 
-    mend_loops(patch)
+    mend_interpreter(patch)
     patch.setattr(tiling, "FULL_DEVICE", 8)  # programs that attention is split into
     # All of them now: a package imported later would keep the answer below for ever.
     for package in pkgutil.walk_packages(hydraspec_kernels.__path__, "hydraspec_kernels."):

@@ -1,8 +1,6 @@
-"""Devices and dtypes of the kernel tests, poisoned memory, and a repair of Triton's interpreter."""
+"""Devices and dtypes of the kernel tests, and poisoned memory."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -27,20 +25,3 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(float("nan") if made.is_floating_point() else 2**30)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def mend_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter holds loop bounds as numpy arrays of one dimension, which numpy 2.4
-    no longer turns into numbers.
-    """
-    if find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: object) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -84,14 +84,23 @@ def make_engine(
     return NativeEngine(config, assemble(config, target, LetterTokenizer(), speculator, kv))
 
 
-def uncached_continuation(target: TargetModel, prompt: Sequence[int], length: int) -> list[int]:
-    """Greedy tokens, each from a fresh prefill of everything before it."""
-    config = run_config("unused", max_num_batched_tokens=4096, max_num_seqs=1)
+def uncached_continuations(
+    target: TargetModel, prompts: Sequence[tuple[int, ...]], length: int
+) -> dict[tuple[int, ...], list[int]]:
+    """Greedy tokens by prompt, each from a fresh prefill of everything before it."""
+    config = run_config("unused", max_num_batched_tokens=4096, max_num_seqs=len(prompts))
     engine = make_engine(config, target, NoSpeculator(config))
-    tokens = list(prompt)
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    texts = [list(prompt) for prompt in prompts]
     for _ in range(length):
-        tokens.append(int(engine.next_token_logits(tokens).argmax()))
-    return tokens[len(prompt) :]
+        requests = [
+            Request(index=index, id=str(index), sampling=one, prompt_token_ids=list(text))
+            for index, text in enumerate(texts)
+        ]
+        for event in engine.run(requests, concurrency=None):
+            if isinstance(event, Completion):
+                texts[event.index] += event.output_token_ids
+    return {prompt: text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)}
 
 
 @dataclass

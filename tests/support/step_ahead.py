@@ -23,7 +23,7 @@ from scenarios import (
     make_engine,
     random_prompt,
     seeded,
-    uncached_continuation,
+    uncached_continuations,
 )
 from tiny_targets import gemma4_config, load, write_folder
 
@@ -50,9 +50,8 @@ def make_world(folder: Path, flavour: str) -> World:
     target = load(write_folder(folder, config), torch.float64, weights="random", seed=7)
     world = World(folder=str(folder), target=target)
     rng = seeded(11)
-    for length in (1, 4, 7, 9, 17, 33):
-        prompt = random_prompt(rng, length, target.vocab_size)
-        world.continuations[prompt] = uncached_continuation(target, prompt, KNOWN_TOKENS)
+    prompts = [random_prompt(rng, length, target.vocab_size) for length in (1, 4, 7, 9, 17, 33)]
+    world.continuations = uncached_continuations(target, prompts, KNOWN_TOKENS)
     return world
 
 
