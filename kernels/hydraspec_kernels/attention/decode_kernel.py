@@ -88,16 +88,16 @@ def _store_result(
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """As `_store_halves`; ROUNDED: in e4m3, with the scales of so many numbers each."""
-    if not ROUNDED:
+    if ROUNDED:
+        at, mask = at.to(tl.int64)[:, None], exists[:, None]
+        to += at * (2 * HALF) + tl.arange(0, HALF)[None, :]
+        scales += at * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
+        for half in tl.static_range(2):
+            numbers, scale = rounded_groups(b if half else a, BLOCK_M, HALF, ROUNDED)
+            tl.store(to + half * HALF, numbers.to(to.dtype.element_ty), mask=mask)
+            tl.store(scales + half * (HALF // ROUNDED), scale, mask=mask)
+    else:
         _store_halves(to, at, a, b, exists, HALF, BLOCK_M, BLOCK_H)
-        return
-    at, mask = at.to(tl.int64)[:, None], exists[:, None]
-    to += at * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    scales += at * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
-    for half in tl.static_range(2):
-        numbers, scale = rounded_groups(b if half else a, BLOCK_M, HALF, ROUNDED)
-        tl.store(to + half * HALF, numbers.to(to.dtype.element_ty), mask=mask)
-        tl.store(scales + half * (HALF // ROUNDED), scale, mask=mask)
 
 
 @triton.jit
