@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 
 from hydraspec.metrics.counters import RequestCounters
@@ -90,6 +91,7 @@ def request_row(
         "drafted_per_position": counters.drafted_per_position + missing,
         "accepted_per_position": counters.accepted_per_position + missing,
         "reached_per_position": counters.reached_per_position + missing,
+        "speculative_decoding": speculative_decoding(counters, num_positions),
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
         "num_cached_tokens": completion.num_cached_tokens,
@@ -101,4 +103,22 @@ def request_row(
         "correct": correct,
         "baseline": None,
         "meta": request.meta,
+    }
+
+
+def speculative_decoding(counters: RequestCounters, num_positions: int) -> dict[str, Json] | None:
+    """A request's acceptance under the names of vLLM's per-request metrics; None: it verified no
+    draft. Entry j of the histogram, 0 to num_positions, counts steps that accepted exactly j."""
+    steps, accepted = counters.num_drafts, counters.num_accepted_tokens
+    if steps == 0:
+        return None
+    at_least = [steps, *counters.accepted_per_position]
+    at_least += [0] * (num_positions + 2 - len(at_least))
+    return {
+        "mean_acceptance_length": 1 + accepted / steps,
+        "draft_acceptance_rate": accepted / counters.num_draft_tokens,
+        "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": counters.num_draft_tokens,
     }

@@ -39,7 +39,8 @@ output_tokens_per_second time_per_output_token_ms time_to_first_token_ms time_br
 """
 REQUEST_KEYS = """
 id category prompt_token_ids output_token_ids text finish_reason error num_drafts
-drafted_per_position accepted_per_position reached_per_position ttft_ms latency_ms num_cached_tokens
+drafted_per_position accepted_per_position reached_per_position speculative_decoding ttft_ms
+latency_ms num_cached_tokens
 decode_tokens decode_ms decode_steps queue_ms inter_token_ms correct baseline meta
 """
 TRACE_KEYS = """

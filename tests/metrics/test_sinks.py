@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict
 
 import pytest
-from records import completion, request
+from records import completion, part, request
 
 from hydraspec.lab.lost import _completion
-from hydraspec.metrics.counters import RequestCounters
+from hydraspec.metrics.counters import RequestCounters, RunningTotals
 from hydraspec.metrics.files import json_line
 from hydraspec.metrics.sinks import request_row
 from hydraspec.study.baseline import digest
@@ -47,3 +47,20 @@ def test_prompts_that_differ_in_a_spans_content_are_other_prompts() -> None:
 def test_a_growing_file_gives_a_completion_its_spans_back(spans: tuple[Span, ...]) -> None:
     done = completion_of(*spans)
     assert _completion(json.loads(json.dumps(asdict(done)))) == done
+
+
+def test_acceptance_has_the_names_of_vllm_too() -> None:
+    counters = RequestCounters(index=0)
+    totals = RunningTotals()
+    for drafts, accepted in ((3, 3), (3, 1), (1, 0), (0, 0), (2, 1)):
+        counters.add(part(drafts=drafts, accepted=accepted), 0.0, totals)
+    row = request_row(request(id="a"), completion_of(), counters, None, num_positions=4)
+    assert row["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 5 / 4,
+        "draft_acceptance_rate": 5 / 9,
+        "acceptance_histogram": [1, 2, 0, 1, 0],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 9,
+    }
+    assert row_of()["speculative_decoding"] is None
