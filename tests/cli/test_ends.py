@@ -23,7 +23,7 @@ def start(*argv, cwd):
 
 def test_a_termination_saves_what_was_finished(tmp_path):
     """Catches results lost when a container is stopped."""
-    process = start(cwd=tmp_path)
+    process = start("workload.limit=32", cwd=tmp_path)
     while "round 2" not in process.stdout.readline():
         assert process.poll() is None
     for _ in range(2):

@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install_it, *commands = COMMANDS.splitlines()
     assert install_it == "pip install -e ."
     assert len(commands) == 3
-    commands[2] += " workload.limit=8 hydra.run.dir=drafted"
+    commands[2] += " workload.limit=5 hydra.run.dir=drafted"
     said = carried_out(folder, [*commands, "python -m pytest -q -p no:cacheprovider tests"])
     assert "1 passed" in said
     return folder
@@ -110,7 +110,7 @@ def test_the_page_without_weights_works(tmp_path: Path) -> None:
     folder = installed_from_the_page(tmp_path, files)
     install_it, *runs = commands.splitlines()
     assert install_it == "pip install -e ."
-    runs = [f"{each} workload.limit=12" for each in runs]
+    runs = [f"{each} workload.limit=5" for each in runs]
     runs[0] += " metrics.trace=true"
     carried_out(folder, runs)
     for name in ("drafted", "chosen"):

@@ -28,7 +28,16 @@ from hydraspec.parallel.ranks import Ranks
 MIXED_TYPES = (Dtype.float64, Dtype.float64, Dtype.float32)
 
 
-@pytest.mark.parametrize("pairs", [ZOO_PAIRS, QUANTISED_PAIRS], ids=["float", "quantised"])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        ZOO_PAIRS,
+        # Three formats, dense and with experts; their draft heads are those of the others.
+        (QUANTISED_PAIRS[1], *QUANTISED_PAIRS[2:4], QUANTISED_PAIRS[6]),
+        pytest.param(QUANTISED_PAIRS, marks=pytest.mark.slow),
+    ],
+    ids=["float", "quantised", "all quantised"],
+)
 def test_two_ranks_give_what_one_process_gives(pairs: tuple[Pair, ...]) -> None:
     """Bitwise: in float64 no choice of these cases is within rounding of another, and no input of
     a quantised matrix within rounding of the border between two numbers."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels.linear.plan import SpecializedTiling, tiling_of
 
 # Rows, K, N (both branches of a gated one), end, whether partial sums are wanted.
-SHAPES = (
-    (128, 5376, 43008, "gelu_tanh", False),
-    (128, 21504, 5376, "", True),
-    (64, 2560, 20480, "silu", False),
-    (128, 2560, 262144, "softcap", False),
-)
+SHAPES = [(128, 5376, 43008, "gelu_tanh", False), (128, 21504, 5376, "", True)]
+MORE_SHAPES = [(64, 2560, 20480, "silu", False), (128, 2560, 262144, "softcap", False)]
 COMPILE = """
 import json, sys
 import triton
@@ -52,9 +49,12 @@ print(json.dumps(found))
 """
 
 
-def test_planned_kernels_compile_and_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.slow)])
+def test_planned_kernels_compile_and_fit(
+    shapes: list[tuple[int, int, int, str, bool]], tmp_path: Path
+) -> None:
     jobs = []
-    for rows, k, n, end, partials in SHAPES:
+    for rows, k, n, end, partials in shapes:
         tiling = tiling_of(rows, k, n, end, partials=partials)
         assert isinstance(tiling, SpecializedTiling), (rows, k, n, end, tiling)
         jobs.append(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle_worlds import WORLDS, make_world
+from eagle_worlds import WORLDS, EagleWorld, make_world
 from plain_loops import MAX_K, no_feedback, run_scenarios, the_row_after
 from scenarios import Outcome, make_engine
 from tiny_targets import run_config
@@ -26,10 +27,19 @@ from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Batch, RequestState, Rows, Verdict
 
 
+@pytest.fixture(scope="module")
+def world_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EagleWorld]:
+    """Worlds by name, each made once: mistakes are planted in a speculator, of which every run has
+    its own."""
+    return cache(lambda name: make_world(tmp_path_factory.mktemp("world"), name, num_prompts=5))
+
+
 @pytest.mark.parametrize("name", WORLDS)
-def test_drafts_and_acceptance_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
+def test_drafts_and_acceptance_equal_the_plain_loop(
+    name: str, world_of: Callable[[str], EagleWorld]
+) -> None:
     """Catches a wrong row, a stale key, a shifted token, a mask row out of place."""
-    outcome = run_scenarios(make_world(tmp_path, name, num_prompts=5), 12, 1, Outcome())
+    outcome = run_scenarios(world_of(name), 12, 1, Outcome())
     assert {right for _, right in outcome.accepted} >= {0, 1, 2, 3}
     assert outcome.num_preempted > 0, "no scenario met cache pressure"
 
@@ -94,11 +104,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("name", "plant"), MISTAKES)
 def test_planted_mistakes_are_caught(
-    name: str, plant: Callable[[Any], None], tmp_path: Path
+    name: str, plant: Callable[[Any], None], world_of: Callable[[str], EagleWorld]
 ) -> None:
-    world = make_world(tmp_path, name, num_prompts=2)
     with pytest.raises(AssertionError, match=r"RequestStep|expected"):
-        run_scenarios(world, 7, 1, Outcome(), plant)
+        run_scenarios(world_of(name), MAX_K, 1, Outcome(), plant)
 
 
 def test_what_was_assumed_is_a_warning_of_the_run(tmp_path: Path) -> None:

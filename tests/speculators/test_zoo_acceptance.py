@@ -52,7 +52,7 @@ def test_drafts_and_acceptance_equal_the_plain_loop(name: str, k: int) -> None:
         )
         for line in lines
     ]
-    limits = [24] * len(lines)
+    limits = [16] * len(lines)
     plain = plain_loop(folder, drafter, prompts, limits, k)
 
     config = run_config(

@@ -29,7 +29,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[Callable[[], None]] = []
+        self.ops: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,6 +44,10 @@ class OpRecorder(TorchDispatchMode):
             for x in _tensors((args, list(kwargs.values())))
             if x.numel()
         }
+        if isinstance(out, Tensor):
+            if out.numel() and out.untyped_storage().data_ptr() not in memory:
+                self.ops.append(lambda: out.copy_(func(*args, **kwargs)))
+            return out
         made = list(_tensors(out))
         if any(x.numel() and x.untyped_storage().data_ptr() not in memory for x in made):
             self.ops.append(lambda: _again(func, args, kwargs, made))
