@@ -61,6 +61,10 @@ def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
     """Fork the process that computes the results; returns its id. A signal that arrives meanwhile
     is handled by the parent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    collects = gc.isenabled()
+    # A collection in the child, at once after the fork too, would free memory of the device, which
+    # aborts a forked process.
+    gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # the child needs no threads
@@ -68,6 +72,8 @@ def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
         if child == 0:
             _serve(work, items, writing)
     finally:
+        if collects:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return child
 
@@ -75,7 +81,6 @@ def _fork(work: Callable[[T], Any], items: Sequence[T], writing: int) -> int:
 def _serve(work: Callable[[T], Any], items: Sequence[T], writing: int) -> None:
     """Compute results in the forked process, and exit without returning. SIGALRM ends the process
     when an item's time is up."""
-    gc.disable()  # a collection would free memory of the device, which aborts a forked process
     try:
         for number in (*_HANDLED, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)

@@ -39,6 +39,19 @@ def test_the_process_collects_no_garbage() -> None:
     assert gc.isenabled()
 
 
+def test_nor_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have registered runs in the new process before any of its own code."""
+    collects, fork = [], os.fork
+
+    def forked() -> int:
+        collects.append(gc.isenabled())
+        return fork()
+
+    monkeypatch.setattr(os, "fork", forked)
+    assert list(bounded(lambda item: item, ["x"])) == ["x"]
+    assert collects == [False]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The tokenizer of a zoo target; its files may be changed."""
