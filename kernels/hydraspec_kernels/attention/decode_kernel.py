@@ -29,7 +29,7 @@ from hydraspec_kernels.attention.qkv_kernel import (
 from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
 from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
 from hydraspec_kernels.quantised.records import Rounding
-from hydraspec_kernels.quantised.round_kernel import empty_padded, rounded_groups
+from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales, rounded_groups
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 
@@ -271,9 +271,7 @@ def attend_projection_kernel(
         out = qkv.new_empty(num_rows, heads * width)
     else:
         out = empty_padded(num_rows, heads * width, device)
-        scales = torch.empty(
-            num_rows, heads * width // rounding.group, dtype=torch.float32, device=device
-        )
+        scales = empty_scales(out[:num_rows], rounding)
     found = out if scales is None else (out, scales)
     if num_rows == 0:
         return found

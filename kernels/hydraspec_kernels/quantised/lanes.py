@@ -37,6 +37,7 @@ def can_be_in_lanes(matrix: QuantisedMatrix, dtype: torch.dtype) -> bool:
         and matrix.rounding.kind == "float"
         and matrix.rows == 1
         and matrix.width % COLUMNS == matrix.columns % SCALED == 0
+        and matrix.width % matrix.columns == 0
     ):
         return False
     exact = (scales.bfloat16().float() == scales) & (scales >= _LEAST) & (scales <= _MOST)
