@@ -17,18 +17,18 @@ QUICK = [p for p in RANDOM_PAIRS if "eagle" not in p.stage and p.method != "dspa
 
 
 def test_a_few_configurations_decode_as_the_plain_engine() -> None:
-    """One of every small target."""
-    tally = run_cases(range(1000, 1000 + len(QUICK)), replace(CHOICES, pairs=tuple(QUICK)))
-    assert tally.num_cases == len(QUICK)
+    """Two of every small target."""
+    tally = run_cases(range(1000, 1000 + 2 * len(QUICK)), replace(CHOICES, pairs=tuple(QUICK)))
+    assert tally.num_cases == 2 * len(QUICK)
     assert tally.num_accepted > 20
 
 
 def test_copied_drafts_decode_as_the_plain_engine() -> None:
-    """Two of each target: the number of drafts differs by request within a step."""
+    """Three of each target: the number of drafts differs by request within a step."""
     copied = tuple(Pair(f"random {name}", "ngram") for name in ("mimo", "deepseek", "sliding"))
-    tally = run_cases(range(3000, 3006), replace(ON_CPU, pairs=copied))
-    assert tally.num_cases == 6
-    assert tally.num_accepted > 12
+    tally = run_cases(range(3000, 3009), replace(ON_CPU, pairs=copied))
+    assert tally.num_cases == 9
+    assert tally.num_accepted > 20
 
 
 @pytest.mark.slow

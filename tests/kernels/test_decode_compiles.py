@@ -13,9 +13,8 @@ from compiled_apart import SHARED_BYTES, compiled
 
 COMPILE = """
 import json, sys
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+from sm90 import build
 from triton.compiler import ASTSource
 from hydraspec_kernels.attention.decode_kernel import _decode_kernel
 from hydraspec_kernels.attention.splits_kernel import _sum_kernel
@@ -38,14 +37,7 @@ for name, rounded, one_row in json.loads(sys.argv[1]):
     fixed |= {"SPLITS": 4, "DTYPE": tl.bfloat16, "ROUNDED": rounded, "PREFETCHED": 16}
     fixed |= {"PRECISION": "tf32", "PDL": True}
     kernel = _sum_kernel if name == "sum" else _decode_kernel
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={each: types.get(each, "constexpr") for each in names},
-        constexprs={(i,): fixed.get(each) for i, each in enumerate(names) if each not in types},
-    )
-    options = {"num_warps": 4, "launch_pdl": True}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = build(kernel, types, fixed, source=ASTSource, num_warps=4)
     found.append([made.metadata.shared, made.asm["ptx"].count("st.global")])
 print(json.dumps(found))
 """

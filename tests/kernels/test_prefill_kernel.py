@@ -26,13 +26,11 @@ SHAPES = [(16, 2, 256, 1024, 16), (4, 8, 512, 0, 32)]
 MORE_SHAPES = [(8, 4, 128, 0, 256), (8, 1, 64, 0, 8)]
 COMPILE = """
 import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
+from sm90 import build
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from hydraspec_kernels.attention.prefill_kernel import LAUNCH, _prefill_kernel as kernel
 
-found, names = [], kernel.arg_names
+found = []
 for heads, group, dim, window, block, cut in json.loads(sys.argv[1]):
     types = {"out": "*bf16", "scale": "fp32", "counters": "*i32"}
     types |= dict.fromkeys(("block_table", "seq_lens", "starts"), "*i64")
@@ -43,14 +41,7 @@ for heads, group, dim, window, block, cut in json.loads(sys.argv[1]):
     fixed = {name.upper(): value for name, value in cut.items()}
     fixed |= {"KV_HEADS": heads, "GROUP": group, "DIM": dim, "WINDOW": window, "PDL": True}
     fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64}
-    source = GluonASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index("out"),): [["tt.divisibility", 16]]},
-    )
-    options = {"launch_pdl": True, **LAUNCH}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = build(kernel, types, fixed, ("out",), **LAUNCH)
     found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
 print(json.dumps(found))
 """

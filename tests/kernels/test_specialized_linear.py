@@ -17,33 +17,20 @@ SHAPES = [(128, 5376, 43008, "gelu_tanh", False), (128, 21504, 5376, "", True)]
 MORE_SHAPES = [(64, 2560, 20480, "silu", False), (128, 2560, 262144, "softcap", False)]
 COMPILE = """
 import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
+from sm90 import build, weights
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from hydraspec_kernels.linear.specialized_kernel import _specialized_kernel as kernel
 
-found, names = [], kernel.arg_names
+found = []
 for m, columns, stages, k, registers, end, partials in json.loads(sys.argv[1]):
     layout = gl.NVMMASharedLayout.get_default_for([m, k], gl.bfloat16)
-    types = {"out": "*fp32" if partials else "*bf16", "bias": "*bf16", "softcap": "fp32"}
+    types, fixed = weights("weight_", columns, f"bf16[{{}}, {k}],{layout!r}")
+    types |= {"out": "*fp32" if partials else "*bf16", "bias": "*bf16", "softcap": "fp32"}
     types |= dict.fromkeys(("M", "N", "K"), "i32")
     types["x"] = f"tensordesc<bf16[{m}, {k}],{layout!r}>"
-    fixed = {"BM": m, "BK": k, "STAGES": stages, "END": end, "HAS_BIAS": True, "PDL": True}
-    for i, rows in enumerate([*columns, 0, 0][:3]):
-        fixed[f"R{i}"] = rows
-        if rows:
-            types[f"weight_{i}"] = f"tensordesc<bf16[{rows}, {k}],{layout!r}>"
-        else:
-            fixed[f"weight_{i}"] = None
-    source = GluonASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "N", "K")},
-    )
-    options = {"num_warps": m // 16, "maxnreg": registers, "launch_pdl": True}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    fixed |= {"BM": m, "BK": k, "STAGES": stages, "END": end, "HAS_BIAS": True, "PDL": True}
+    options = {"num_warps": m // 16, "maxnreg": registers}
+    made = build(kernel, types, fixed, ("out", "N", "K"), **options)
     found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
 print(json.dumps(found))
 """

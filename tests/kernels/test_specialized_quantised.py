@@ -17,34 +17,20 @@ from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding, plan
 SHAPES = ((1, 43008, 5376, True, False), (128, 5376, 21504, False, True))
 COMPILE = """
 import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
+from sm90 import build, weights
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 from hydraspec_kernels.quantised.specialized_kernel import _specialized_kernel as kernel
 
-found, names = [], kernel.arg_names
+found = []
 for m, copied, columns, stages, registers, by_step, partials in json.loads(sys.argv[1]):
     layout = gl.NVMMASharedLayout.get_default_for([m, 128], gl.float8e4nv)
-    types = {"out": "*fp32" if partials else "*bf16", "x_scales": "*fp32", "scales": "*fp32"}
+    types, fixed = weights("weight_", columns, f"fp8e4nv[{{}}, 128],{layout!r}")
+    types |= {"out": "*fp32" if partials else "*bf16", "x_scales": "*fp32", "scales": "*fp32"}
     types |= dict.fromkeys(("M", "N", "K", "groups", "stride_scales"), "i32")
     types["x"] = f"tensordesc<fp8e4nv[{copied}, 128],{layout!r}>"
-    fixed = {"BM": m, "XM": copied, "BK": 128, "STAGES": stages, "PDL": True}
+    fixed |= {"BM": m, "XM": copied, "BK": 128, "STAGES": stages, "PDL": True}
     fixed |= {"ROWS": 128 if by_step else 1, "BLOCKS": by_step, "GROUPS": by_step}
-    for i, rows in enumerate([*columns, 0, 0][:3]):
-        fixed[f"R{i}"] = rows
-        if rows:
-            types[f"weight_{i}"] = f"tensordesc<fp8e4nv[{rows}, 128],{layout!r}>"
-        else:
-            fixed[f"weight_{i}"] = None
-    source = GluonASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "N", "K")},
-    )
-    options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = build(kernel, types, fixed, ("out", "N", "K"), num_warps=4, maxnreg=registers)
     found.append([made.metadata.shared, made.asm["ptx"].count("k32.f32.e4m3.e4m3")])
 print(json.dumps(found))
 """

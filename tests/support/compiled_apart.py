@@ -1,4 +1,4 @@
-"""Compiles Gluon kernels on a CPU, in a separate process: in a test's own, Triton interprets."""
+"""Compiles kernels on a CPU, in a separate process: in a test's own, Triton interprets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ SHARED_BYTES = 227 << 10  # that a program may have on sm_90
 
 
 def compiled(program: str, jobs: Sequence[Any], cache: Path) -> list[list[int]]:
-    """Run `program` with the jobs as JSON; it prints a list for each job, as JSON."""
+    """Run `program` with the jobs as JSON; it prints a list for each job, as JSON. It may import
+    what is beside this file, such as `sm90`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
+    beside = str(Path(__file__).parent), environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, beside))
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(jobs)],
         capture_output=True,
