@@ -94,11 +94,13 @@ def _numbers(words, scales, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, scales, xs, ws, filled, free, m0, M, N, units_of_scales, low, steps, tiles,
+    memory, place,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, BM: gl.constexpr,
     UNITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The program of four multiplying warps, which have R rows of the matrix of each tile."""
+    xs, ws, filled, free = memory
+    out, scales, m0, M, N, units_of_scales, low, steps, tiles = place
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -189,11 +191,12 @@ def _copy_x(x, xs, slot, filled, m, step, UNITS: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    x, w0, w1, w2, xs, ws, filled, free, m, low, steps, tiles,
+    x, w0, w1, w2, memory, m, low, steps, tiles,
     GROUPS: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BM: gl.constexpr,
     UNITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The program of the copying warp: copies all steps of all tiles, as slots become free."""
+    xs, ws, filled, free = memory
     TILE: gl.constexpr = GROUPS * (R0 + R1 + R2)
     BYTES: gl.constexpr = UNITS * (TILE * WORDS * 4 + BM * UNIT * 2)
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -251,29 +254,17 @@ def _packed_kernel(
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
     fence_async_shared()
+    memory = (xs, ws, filled, free)
+    place = (out, scales, m, M, N, units_of_scales, low, steps, tiles)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
-                        tiles,
-                        0, GROUPS, R, BM, UNITS, STAGES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
-                        tiles,
-                        1, GROUPS, R, BM, UNITS, STAGES,
-                    ),
-                ),
+                (_multiply, (memory, place, 0, GROUPS, R, BM, UNITS, STAGES)),
+                (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES)),
                 (
                     _copy,
                     (
-                        x, w0, w1, w2, xs, ws, filled, free, m, low, steps, tiles,
+                        x, w0, w1, w2, memory, m, low, steps, tiles,
                         GROUPS, R0, R1, R2, BM, UNITS, STAGES, PDL,
                     ),
                 ),
@@ -284,34 +275,13 @@ def _packed_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
-                        tiles,
-                        0, GROUPS, R, BM, UNITS, STAGES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
-                        tiles,
-                        1, GROUPS, R, BM, UNITS, STAGES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        out, scales, xs, ws, filled, free, m, M, N, units_of_scales, low, steps,
-                        tiles,
-                        2, GROUPS, R, BM, UNITS, STAGES,
-                    ),
-                ),
+                (_multiply, (memory, place, 0, GROUPS, R, BM, UNITS, STAGES)),
+                (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES)),
+                (_multiply, (memory, place, 2, GROUPS, R, BM, UNITS, STAGES)),
                 (
                     _copy,
                     (
-                        x, w0, w1, w2, xs, ws, filled, free, m, low, steps, tiles,
+                        x, w0, w1, w2, memory, m, low, steps, tiles,
                         GROUPS, R0, R1, R2, BM, UNITS, STAGES, PDL,
                     ),
                 ),

@@ -71,11 +71,9 @@ def rounded_row(
 def rounded_groups(v, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
     """e4m3 numbers [ROWS, WIDTH] in float32, and scales [ROWS, WIDTH / GROUP], of rows v whose
     groups each have a scale."""
-    groups = tl.reshape(v.to(tl.float32), (ROWS, WIDTH // GROUP, GROUP))
-    top = tl.maximum(tl.max(tl.abs(groups), 2), LEAST_OF_GROUP)
-    scale = tl.div_rn(top, tl.zeros_like(top) + MOST_E4M3)
-    numbers = e4m3_of(groups, scale[:, :, None], MOST_E4M3, False)
-    return tl.reshape(numbers, (ROWS, WIDTH)), scale
+    flat = tl.reshape(v.to(tl.float32), (ROWS * WIDTH,))
+    numbers, scale = rounded_row(flat, GROUP, LEAST_OF_GROUP, MOST_E4M3, ROWS * WIDTH)
+    return tl.reshape(numbers, (ROWS, WIDTH)), tl.reshape(scale, (ROWS, WIDTH // GROUP))
 
 
 @triton.jit(do_not_specialize=["columns"])
