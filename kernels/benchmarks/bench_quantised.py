@@ -1,8 +1,10 @@
 """Products of few rows with quantised matrices at the sizes of Gemma 4 31B, beside their floor.
 
     python kernels/benchmarks/bench_quantised.py [--rows 1 8 32 64 128] [--json out.json]
+    python kernels/benchmarks/bench_quantised.py --experts [--rows 1 8 32]    # of 26B-A4B
 
-Weights are rotated out of the L2. Rounding the rows is a kernel of its own, timed apart.
+Weights are rotated out of the L2. Rounding the rows is a kernel of its own, timed apart. The bytes
+of experts are those that the rows chose.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from pathlib import Path
 
 import torch
 from harness import Measured, describe_device, nbytes, print_table, rotation, time_us
+from hydraspec_kernels.moe import quantised_moe, route
+from hydraspec_kernels.moe.kernel import group_pairs
+from hydraspec_kernels.moe.plan import Experts, expert_tiles
+from hydraspec_kernels.moe.quantised_kernel import PairRows, run_quantised_experts
 from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding
 from hydraspec_kernels.quantised.kernel import product
 from hydraspec_kernels.quantised.lanes import in_lanes
@@ -29,6 +35,9 @@ SHAPES = {
     "gate and up": (43008, 5376),
     "down": (5376, 21504),
 }
+EXPERTS, TOP_K, WIDTH, INNER = 128, 8, 2816, 704  # of Gemma 4 26B-A4B
+LAYERS = 3  # of experts, in rotation
+PEAK_TB_S = 4.8  # an H200's, which is the floor of experts
 BLOCK, GROUP = 128, 32
 ROUNDINGS = {
     "fp8 by row": Rounding("token"),
@@ -98,18 +107,64 @@ def measure(kind: str, name: str, rows: int) -> list[Measured]:
     return found
 
 
+def stack_of(kind: str, n: int, k: int) -> QuantisedMatrix:
+    """A stack [E, n, k] of random experts."""
+    parts = [stored(kind, n, k) for _ in range(EXPERTS)]
+    numbers = torch.stack([data.view(torch.uint8) for data, _ in parts]).view(parts[0][0].dtype)
+    return matrix_of(kind, k, numbers, torch.stack([scales for _, scales in parts]))
+
+
+def layer_of(kind: str) -> Experts:
+    gate, up = stack_of(kind, INNER, WIDTH), stack_of(kind, INNER, WIDTH)
+    return gate, up, stack_of(kind, WIDTH, INNER)
+
+
+def measure_experts(kind: str, rows: int, layers: list[Experts]) -> list[Measured]:
+    """Both grouped products, and all of a layer's experts with the rounding, sorting and summing
+    of rows."""
+    x = rows_of(rows, WIDTH)
+    ones = torch.ones(EXPERTS, device="cuda")
+    routed = [route(torch.randn(rows, EXPERTS, device="cuda"), TOP_K, ones) for _ in layers]
+    used = [chosen.unique().numel() for _, chosen in routed]
+    each = [nbytes([m.data, m.scales]) / EXPERTS for m in layers[0]]  # of gate, up and down
+    gate, _, down = layers[0]
+    chosen = routed[0][1]
+    tiles, tiles_down = expert_tiles(rows * TOP_K, gate), expert_tiles(rows * TOP_K, down)
+    assert tiles is not None
+    assert tiles_down is not None
+    grouping = group_pairs(chosen, EXPERTS, tiles.pairs)
+    wide, narrow = PairRows.of(x, gate), PairRows.of(rows_of(rows * TOP_K, INNER), down)
+    # Different layers, the same experts: rotated out of the L2.
+    gated = [(wide, one[0], one[1], grouping, tiles, "gelu_tanh") for one in layers]
+    plain = [(narrow, one[2], None, grouping, tiles_down, "none") for one in layers]
+    found = []
+    for name, sets, size in (
+        ("gate and up", gated, each[0] + each[1]),
+        ("down", plain, each[2]),
+    ):
+        micros, size = time_us(run_quantised_experts, sets), size * used[0]
+        shape = f"{rows} x {TOP_K} x {WIDTH} x {INNER}"
+        found.append(Measured(f"{kind}, experts' {name}", shape, micros, size, PEAK_TB_S))
+    sets = [(x, *pair, one, "gelu_tanh") for pair, one in zip(routed, layers, strict=True)]
+    mean = sum(used) / len(used)
+    note, micros = f"{mean:.0f} experts used", time_us(quantised_moe, sets)
+    return [*found, Measured(f"{kind}, experts", shape, micros, sum(each) * mean, PEAK_TB_S, note)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--experts", action="store_true", help="time those of 26B-A4B instead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = [
-        line
-        for kind in ROUNDINGS
-        for name in SHAPES
-        for rows in args.rows
-        for line in measure(kind, name, rows)
-    ]
+    found = []
+    for kind in ROUNDINGS:
+        if args.experts:
+            layers = [layer_of(kind) for _ in range(LAYERS)]
+            found += [line for rows in args.rows for line in measure_experts(kind, rows, layers)]
+        else:
+            sizes = [(name, rows) for name in SHAPES for rows in args.rows]
+            found += [line for name, rows in sizes for line in measure(kind, name, rows)]
     print_table(describe_device(), found)
     if args.json:
         args.json.write_text(json.dumps([line.record() for line in found], indent=1))

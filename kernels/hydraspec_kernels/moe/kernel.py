@@ -204,13 +204,14 @@ class Grouping:
     pairs: Tensor | None  # [blocks, BLOCK_M]; None: block b is pair b alone
     block_experts: Tensor  # [blocks]
     blocks: int  # upper bound
+    num_pairs: int
 
 
 def group_pairs(chosen: Tensor, experts: int, block_rows: int) -> Grouping:
     """The grouping of chosen [T, k]. The experts of one token differ, so T = 1 needs no sorting."""
     num_pairs = chosen.numel()
     if chosen.shape[0] == 1:
-        return Grouping(None, chosen, num_pairs)
+        return Grouping(None, chosen, num_pairs, num_pairs)
     blocks = min(num_pairs, experts) + num_pairs // block_rows
     pairs = torch.empty(blocks, block_rows, dtype=torch.int32, device=chosen.device)
     block_experts = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
@@ -228,7 +229,7 @@ def group_pairs(chosen: Tensor, experts: int, block_rows: int) -> Grouping:
         num_warps=4 if num_pairs <= 1024 else 8,
         **dependent_launch(chosen),
     )
-    return Grouping(pairs, block_experts, blocks)
+    return Grouping(pairs, block_experts, blocks, num_pairs)
 
 
 def run_experts(
@@ -272,6 +273,24 @@ def run_experts(
     return out
 
 
+def combine(parts: Tensor, weights: Tensor) -> Tensor:
+    """Sums [T, N] of products [T * k, N] of each row's experts with weights [T, k]."""
+    rows, top_k = weights.shape
+    width = parts.shape[1]
+    out = torch.empty(rows, width, dtype=parts.dtype, device=parts.device)
+    combine_kernel[(rows, triton.cdiv(width, COMBINE_BLOCK))](
+        out,
+        parts,
+        weights,
+        width,
+        TOP_K=top_k,
+        BLOCK=COMBINE_BLOCK,
+        num_warps=4,
+        **dependent_launch(parts),
+    )
+    return out
+
+
 def moe_cuda(
     x: Tensor,
     weights: Tensor,
@@ -285,23 +304,12 @@ def moe_cuda(
     assert weights.shape == experts.shape == (rows, top_k)
     assert gate_up.shape == (down.shape[0], width, 2 * down.shape[1])
     assert down.shape[2] == width
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if not rows:
-        return out
+        return torch.empty_like(x)
     experts, weights = experts.contiguous(), weights.contiguous()
     tiles = tiles_for(experts.numel(), gate_up.shape[0], x.dtype)
     grouping = group_pairs(experts, gate_up.shape[0], tiles.rows)
     x = x if x.stride(1) == 1 else x.contiguous()
     inner = run_experts(x, gate_up, grouping, experts, tiles, activation)
     parts = run_experts(inner, down, grouping, experts, tiles, "none")
-    combine_kernel[(rows, triton.cdiv(width, COMBINE_BLOCK))](
-        out,
-        parts,
-        weights,
-        width,
-        TOP_K=top_k,
-        BLOCK=COMBINE_BLOCK,
-        num_warps=4,
-        **dependent_launch(x),
-    )
-    return out
+    return combine(parts, weights)

@@ -1,23 +1,23 @@
-"""Experts with quantised matrices, without shapes that depend on routing: the chosen ones are
-gathered if few are used, else all of them run.
+"""Experts with quantised matrices, without shapes that depend on routing.
 
+On CUDA a grouped kernel reads the narrow numbers of the chosen experts (`plan`). Elsewhere, and for
+formats without a kernel, experts are unpacked: the chosen ones if few are used, else all of them.
 Every expert rounds its rows and its inner rows as its checkpoint says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from hydraspec_kernels.activation import Activation, gated_activation
-from hydraspec_kernels.quantised import QuantisedMatrix, quantised_linear
+from hydraspec_kernels.moe.plan import Experts, Maxima, have_kernel, inner_maxima
+from hydraspec_kernels.quantised import quantised_linear
+from hydraspec_kernels.runtime.launch import runs_kernels
 
-Experts = tuple[QuantisedMatrix, QuantisedMatrix, QuantisedMatrix]  # gate, up and down
-Maxima = Callable[[Tensor], Tensor]
 # Numbers of a chunk of experts held at once where all of them run: weights, and rows of each.
 MAX_CHUNK_NUMBERS = 1 << 26
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def quantised_moe(
@@ -33,6 +33,10 @@ def quantised_moe(
     maxima: largest magnitudes of whole inner rows from a rank's part of them, where ranks divide
     the inner width; None: they do not.
     """
+    if runs_kernels(x) and x.dtype in _NARROW and have_kernel(experts):
+        from hydraspec_kernels.moe.quantised_kernel import quantised_moe_cuda  # Triton
+
+        return quantised_moe_cuda(x, w, e, experts, activation, maxima)
     (rows, k), width = e.shape, x.shape[1]
     count, inner = experts[0].data.shape[:2]
     if 2 * e.numel() <= count:
@@ -60,5 +64,4 @@ def _outputs(x: Tensor, experts: Experts, activation: Activation, maxima: Maxima
     gate, up, down = experts
     both = torch.cat((quantised_linear(x, gate), quantised_linear(x, up)), -1)
     inner = gated_activation(both.flatten(0, 1), activation).unflatten(0, x.shape[:2])
-    whole = None if maxima is None or down.rounding.kind != "token" else maxima(inner)
-    return quantised_linear(inner, down, whole)
+    return quantised_linear(inner, down, inner_maxima(inner, down, maxima))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.activation import gated_activation
+from hydraspec_kernels.activation import Activation, gated_activation
+from hydraspec_kernels.quantised.records import QuantisedMatrix
+from hydraspec_kernels.quantised.reference import quantised_linear_reference
 
 
 def route_reference(logits: Tensor, k: int, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,5 +51,27 @@ def moe_reference(x: Tensor, w: Tensor, e: Tensor, gate_up: Tensor, down: Tensor
     rows = []
     for x_t, w_t, e_t in zip(x, w.to(x.dtype), e.tolist(), strict=True):
         parts = [gated_activation(x_t @ gate_up[i]) @ down[i] for i in e_t]
+        rows.append(w_t @ torch.stack(parts))
+    return torch.stack(rows)
+
+
+def quantised_moe_reference(
+    x: Tensor,
+    w: Tensor,
+    e: Tensor,
+    experts: tuple[QuantisedMatrix, QuantisedMatrix, QuantisedMatrix],
+    activation: Activation,
+) -> Tensor:
+    """As `moe_reference`, [T, D], for quantised gate and up [E, I, D] and down [E, D, I], each of
+    which rounds its rows as its checkpoint says.
+    """
+    rows = []
+    for x_t, w_t, e_t in zip(x, w.to(x.dtype), e.tolist(), strict=True):
+        parts = []
+        for i in e_t:
+            gate, up, down = (matrix.of_experts(slice(i, i + 1)) for matrix in experts)
+            halves = [quantised_linear_reference(x_t[None, None], half) for half in (gate, up)]
+            inner = gated_activation(torch.cat(halves, -1).flatten(0, 1), activation)
+            parts.append(quantised_linear_reference(inner[None], down).flatten())
         rows.append(w_t @ torch.stack(parts))
     return torch.stack(rows)

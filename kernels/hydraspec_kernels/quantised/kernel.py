@@ -31,7 +31,7 @@ from hydraspec_kernels.runtime.launch_kernel import (
 
 
 @triton.jit
-def _unpacked(
+def unpacked_step(
     # [BR, 1], the rows' first words
     data_at,
     # [BR], the rows' first scales
@@ -121,7 +121,7 @@ def _product_kernel(
         v = tl.load(x_at + start, mask=x_mask, other=0.0)
         if PACKED:
             at = data_ptr + row[:, None] * stride_data
-            w = _unpacked(at, scale_at, start, K, COLUMNS, BR, BK, EVEN, v.dtype)
+            w = unpacked_step(at, scale_at, start, K, COLUMNS, BR, BK, EVEN, v.dtype)
         else:
             at = data_ptr + row[:, None] * stride_data + (start + k)[None, :]
             if EVEN:
