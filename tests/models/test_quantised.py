@@ -192,6 +192,21 @@ def test_reordered_and_unpacked_maps_keep_each_rows_scale(name: str) -> None:
     torch.testing.assert_close(made.forward(X), X @ decoded.double().t(), rtol=1e-6, atol=1e-6)
 
 
+def test_rows_reordered_inside_their_blocks_keep_the_blocks_scales() -> None:
+    """Kernels for blocks take no scales by row, which other orders need."""
+    scheme = Scheme(kind="fp8", rows=8, columns=32, inputs="group", group=32)
+    made = map_of(written(ROWS, WIDTH, scheme), scheme, place())
+    y = made.forward(X)
+    inside = [*range(8), *reversed(range(8, 16)), *range(16, 24)]
+    across = list(reversed(range(24)))
+    for order, rows in ((inside, 8), (across, 1)):
+        turned = made.reordered("q_proj", lambda rows, order=order: rows[order])
+        assert turned.slab is not None
+        assert turned.slab.pieces[0].matrix.rows == rows
+        wanted = torch.cat((y[:, order], y[:, 24:]), 1)
+        torch.testing.assert_close(turned.forward(X), wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_scale_that_cannot_be_is_named(bad: float) -> None:
     files = written(ROWS, WIDTH, TOKEN)

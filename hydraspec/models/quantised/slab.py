@@ -188,7 +188,8 @@ class Slab:
 
     def reordered(self, columns: slice, reorder: Callable[[Tensor], Tensor]) -> Slab:
         """A slab in which the rows of one projection [n, ...], which gives these columns, are
-        replaced by `reorder` of them."""
+        replaced by `reorder` of them. Scales stay those of blocks where rows stay in their blocks.
+        """
 
         def at(piece: Piece | Plain, rows: Tensor) -> Tensor:
             mine = slice(columns.start - piece.columns.start, columns.stop - piece.columns.start)
@@ -204,12 +205,16 @@ class Slab:
                 pieces.append(replace(piece, weight=at(piece, piece.weight)))
             else:
                 assert piece.matrix is not None
-                matrix = piece.matrix.by_row()
+                matrix = piece.matrix
+                block = torch.arange(matrix.data.shape[0], device=matrix.data.device) // matrix.rows
+                if not torch.equal(at(piece, block), block):
+                    matrix = matrix.by_row()
                 data, kind = matrix.data, matrix.data.dtype
                 if kind is E4M3:  # a type that few operators take
                     data = data.view(torch.uint8)
                 data = at(piece, data).view(kind)
-                matrix = replace(matrix, data=data, scales=at(piece, matrix.scales))
+                scales = matrix.scales if matrix.rows > 1 else at(piece, matrix.scales)
+                matrix = replace(matrix, data=data, scales=scales)
                 pieces.append(replace(piece, data=data, matrix=matrix))
         return replace(self, pieces=pieces)
 
