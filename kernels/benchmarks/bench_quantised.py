@@ -46,22 +46,25 @@ ROUNDINGS = {
 }
 
 
-def stored(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+def stored(kind: str, n: int, k: int, lanes: bool = True) -> tuple[Tensor, Tensor]:
     """Random numbers and scales of a matrix [n, k], of int4 in lanes: only their sizes matter."""
     if kind == "int4 by group":
         words = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device="cuda")
         scales = torch.full((n, k // GROUP), 0.01, device="cuda").bfloat16().float()
-        matrix = in_lanes(QuantisedMatrix(words, scales, 1, GROUP, k, ROUNDINGS[kind]))
+        matrix = QuantisedMatrix(words, scales, 1, GROUP, k, ROUNDINGS[kind])
+        matrix = in_lanes(matrix) if lanes else matrix
         return matrix.data, matrix.scales
     numbers = torch.randint(0, 120, (n, k), dtype=torch.uint8, device="cuda").view(E4M3)
     shape = (n, 1) if kind == "fp8 by row" else (-(-n // BLOCK), -(-k // BLOCK))
     return numbers, torch.rand(*shape, device="cuda")
 
 
-def matrix_of(kind: str, k: int, data: Tensor, scales: Tensor) -> QuantisedMatrix:
+def matrix_of(
+    kind: str, k: int, data: Tensor, scales: Tensor, lanes: bool = True
+) -> QuantisedMatrix:
     rows = BLOCK if kind == "fp8 by block" else 1
     columns = {"fp8 by row": k, "fp8 by block": BLOCK, "int4 by group": GROUP}[kind]
-    lanes = kind == "int4 by group"
+    lanes = lanes and kind == "int4 by group"
     return QuantisedMatrix(data, scales, rows, columns, k, ROUNDINGS[kind], lanes)
 
 
@@ -109,9 +112,9 @@ def measure(kind: str, name: str, rows: int) -> list[Measured]:
 
 def stack_of(kind: str, n: int, k: int) -> QuantisedMatrix:
     """A stack [E, n, k] of random experts."""
-    parts = [stored(kind, n, k) for _ in range(EXPERTS)]
+    parts = [stored(kind, n, k, lanes=False) for _ in range(EXPERTS)]
     numbers = torch.stack([data.view(torch.uint8) for data, _ in parts]).view(parts[0][0].dtype)
-    return matrix_of(kind, k, numbers, torch.stack([scales for _, scales in parts]))
+    return matrix_of(kind, k, numbers, torch.stack([scales for _, scales in parts]), False)
 
 
 def layer_of(kind: str) -> Experts:
