@@ -26,6 +26,7 @@ PUBLISHED = {
     "gemma4_e4b": (42, 7, 18, 2560, 0),
     "gemma4_12b": (48, 8, 0, 3840, 0),
     "gemma4_26b_a4b": (30, 5, 0, 2816, 128),
+    "gemma4_26b_a4b_fp8": (30, 5, 0, 2816, 128),
     "gemma4_31b": (60, 10, 0, 5376, 0),
     "gemma4_31b_fp8": (60, 10, 0, 5376, 0),
     "gemma4_31b_w4a16": (60, 10, 0, 5376, 0),
@@ -161,12 +162,17 @@ def test_the_release_of_mistral_medium_is_the_shape_in_fp8() -> None:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("gemma4_31b_fp8", "float-quantized"), ("gemma4_31b_w4a16", "pack-quantized")],
+    [
+        ("gemma4_31b_fp8", "float-quantized"),
+        ("gemma4_31b_w4a16", "pack-quantized"),
+        ("gemma4_26b_a4b_fp8", "float-quantized"),
+    ],
 )
 def test_a_quantised_shape_has_the_drafters_of_the_float_one(name: str, form: str) -> None:
     drafters = one(f"target={name}", "target.weights=random").target.drafters
-    assert drafters == one("target=gemma4_31b", "target.weights=random").target.drafters
-    float_, quantised = (open_checkpoint(f"shape:{n}").config for n in ("gemma4_31b", name))
+    base = name.removesuffix("_fp8").removesuffix("_w4a16")
+    assert drafters == one(f"target={base}", "target.weights=random").target.drafters
+    float_, quantised = (open_checkpoint(f"shape:{n}").config for n in (base, name))
     assert quantised.pop("quantization_config")["format"] == form
     assert quantised == float_
 
