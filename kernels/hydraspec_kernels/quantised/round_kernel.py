@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.quantised.lanes import EXPONENT
+from hydraspec_kernels.quantised.lanes import COLUMNS, EXPONENT
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import (
     E4M3,
@@ -164,7 +164,7 @@ def _unpack_kernel(
     out_ptr,
     # [E, N, K] e4m3, or [E, N, K / 8] int32
     data_ptr,
-    # [E, R, C] float32; LANES: bfloat16
+    # [E, R, C] float32
     scales_ptr,
     N,
     K,
@@ -175,8 +175,6 @@ def _unpack_kernel(
     ROWS: tl.constexpr,  # that share a scale
     COLUMNS: tl.constexpr,
     PACKED: tl.constexpr,
-    LANES: tl.constexpr,
-    POWER: tl.constexpr,  # of two, in the scales
     BR: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -189,20 +187,48 @@ def _unpack_kernel(
     inside = (n < N)[:, None] & (k < K)[None, :]
     at = data_ptr + one * stride_stack + n.to(tl.int64)[:, None] * stride_data
     if PACKED:
-        word, place = k // 8, k % 8
-        if LANES:  # see `lanes`
-            word = k // 256 * 32 + k % 8 // 2 * 8 + k % 256 // 128 * 4 + k % 128 // 32
-            place = k % 32 // 8 + k % 2 * 4
-        words = tl.load(at + word[None, :], mask=inside, other=0)
-        number = (((words >> (place * 4)[None, :]) & 15) - 8).to(tl.float32)
+        words = tl.load(at + (k // 8)[None, :], mask=inside, other=0)
+        number = (((words >> (k % 8 * 4)[None, :]) & 15) - 8).to(tl.float32)
     else:
         number = tl.load(at + k[None, :], mask=inside, other=0.0).to(tl.float32)
     scale_at = scales_ptr + one * stride_scales_stack + (n // ROWS * stride_scales)[:, None]
-    scale = tl.load(scale_at + (k // COLUMNS)[None, :], mask=inside, other=0.0).to(tl.float32)
-    if LANES:
-        scale = scale * POWER
+    scale = tl.load(scale_at + (k // COLUMNS)[None, :], mask=inside, other=0.0)
     to = out_ptr + (one * N + n)[:, None] * K + k[None, :]
     tl.store(to, (number * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpack_lanes_kernel(
+    # [N, K], contiguous
+    out_ptr,
+    # [N, K / 8] int32, in lanes
+    data_ptr,
+    # [N, C] bfloat16
+    scales_ptr,
+    N,
+    K,
+    stride_data,
+    stride_scales,
+    POWER: tl.constexpr,  # of two, in the scales
+    BR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Numbers times scales of BR rows and 256 columns of a matrix; a word is loaded once."""
+    start_next(PDL)
+    wait_for_inputs(PDL)
+    unit = tl.program_id(0)
+    n = tl.program_id(1) * BR + tl.arange(0, BR)
+    data_at = data_ptr + n.to(tl.int64)[:, None] * stride_data + unit * 32 + tl.arange(0, 32)[None]
+    words = tl.load(data_at, mask=(n < N)[:, None], other=0)
+    scale_at = scales_ptr + (n * stride_scales)[:, None] + unit * 8 + tl.arange(0, 8)[None]
+    scale = tl.load(scale_at, mask=(n < N)[:, None], other=0.0).to(tl.float32) * POWER
+    # Words are [c, f, w], scales [f, w], the integers of a word [h, i]: see `lanes`.
+    four = (tl.reshape(words, (BR, 32, 1)) >> (tl.arange(0, 8) * 4)[None, None]) & 15
+    number = tl.reshape((four - 8).to(tl.float32), (BR, 4, 8, 2, 4))
+    number = (number * tl.reshape(scale, (BR, 1, 8, 1, 1))).to(out_ptr.dtype.element_ty)
+    out = tl.reshape(tl.permute(number, (0, 2, 4, 1, 3)), (BR, 256))
+    out_at = out_ptr + n.to(tl.int64)[:, None] * K + unit * 256 + tl.arange(0, 256)[None]
+    tl.store(out_at, out, mask=(n < N)[:, None])
 
 
 def round_rows(
@@ -292,6 +318,14 @@ def unpack(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*stack, n, k, dtype=dtype, device=data.device)
     if not out.numel():
         return out
+    if matrix.lanes:
+        _unpack_lanes_kernel[(k // COLUMNS, triton.cdiv(n, UNPACK_ROWS))](
+            *(out, data, scales, n, k, data.stride(0), scales.stride(0)),
+            POWER=2.0**-EXPONENT,
+            BR=UNPACK_ROWS,
+            **dependent_launch(out),
+        )
+        return out
     data, scales = data.view(-1, *data.shape[-2:]), scales.view(-1, *scales.shape[-2:])
     grid = triton.cdiv(k, UNPACK_COLUMNS), triton.cdiv(n, UNPACK_ROWS), data.shape[0]
     _unpack_kernel[grid](
@@ -299,8 +333,6 @@ def unpack(matrix: QuantisedMatrix, dtype: torch.dtype) -> Tensor:
         ROWS=matrix.rows,
         COLUMNS=matrix.columns,
         PACKED=data.dtype is torch.int32,
-        LANES=matrix.lanes,
-        POWER=2.0**-EXPONENT,
         BR=UNPACK_ROWS,
         BK=UNPACK_COLUMNS,
         **dependent_launch(out),
