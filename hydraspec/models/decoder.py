@@ -28,7 +28,7 @@ from hydraspec.models.needed_rows import reduced
 from hydraspec.models.parts import DecoderConfig, Tensors, Weights, held, prefixed
 from hydraspec.models.place import Place
 from hydraspec.models.stages import WHOLE, LayerFacts, Stage, layers_of_stage
-from hydraspec.models.weights import EMPTY, fill
+from hydraspec.models.weights import EMPTY, fill, outline
 from hydraspec.parallel.group import SOLO, TensorGroup
 from hydraspec.parallel.vocabulary import Vocabulary
 from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
@@ -75,6 +75,8 @@ class Decoder(Weights):
             model = cls(config, Place(dtype, device, group, stage, checkpoint.is_quantised))
             if weights != EMPTY:
                 model.fill(checkpoint, weights=weights, seed=seed)
+            elif checkpoint.is_quantised:
+                outline(model, checkpoint)
         return model
 
     def __init__(self, config: Any, place: Place) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.quantization import Scheme
-from hydraspec.models.checkpoint.quantization_config import read_schemes
+from hydraspec.models.checkpoint.quantization_config import KEY, read_schemes
 from hydraspec.models.checkpoint.quantized_tensors import describe, schemes_of
 from hydraspec.models.checkpoint.reader import Checkpoint, listed
 from hydraspec.models.checkpoint.tensors import load_tensors
@@ -30,12 +30,15 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
         raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
     where = str(checkpoint.folder)
     if checkpoint.is_quantised:
-        schemes_in = _schemes_by_config if weights == "random" else _schemes_by_tensors
-        schemes = schemes_in(checkpoint, model)
+        if weights == "random":
+            schemes, notes = _schemes_by_config(checkpoint, model), ()
+        else:
+            stored = schemes_of(checkpoint)
+            schemes = _named_as_in_model(stored, model)
+            notes = _kept_in_float(checkpoint, model, schemes) if stored else (_all_float(where),)
         _allocate(model, schemes, where)
         stated = read_schemes(checkpoint.config, where) if schemes else None
-        if stated is not None:
-            model.quantization_notes = stated.notes
+        model.quantization_notes = (*notes, *(() if stated is None else stated.notes))
     if weights == "random":
         _randomise_model(model, seed)
     else:
@@ -47,13 +50,26 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
             part.finish_quantised(where, prefix)
 
 
+def outline(model: Weights, checkpoint: Checkpoint) -> None:
+    """Gives the linear maps of an empty model the formats of a quantised checkpoint: those of its
+    files, by their headers, or those that its config names if it has none. Raises as `fill`."""
+    if any(checkpoint.folder.glob("*.safetensors")):
+        schemes = _named_as_in_model(schemes_of(checkpoint), model)
+    else:
+        schemes = _schemes_by_config(checkpoint, model)
+    _allocate(model, schemes, str(checkpoint.folder))
+
+
 def _allocate(model: Weights, schemes: Mapping[str, Scheme], where: str) -> None:
     """Makes the memory of every linear map, from schemes by the modules' names in the model. Raises
     CheckpointError for a scheme of a module that is neither a linear map nor an expert."""
     rest = dict(schemes)
     for prefix, part in model.matrices():
         names = (name for name in part.projection_names if prefix + name in schemes)
-        part.allocate({name: rest.pop(prefix + name) for name in names})
+        try:
+            part.allocate({name: rest.pop(prefix + name) for name in names})
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {where!r}, {prefix.rstrip('.')}: {error}") from None
     model.quantization = describe(schemes)
     if rest:
         raise CheckpointError(
@@ -63,15 +79,44 @@ def _allocate(model: Weights, schemes: Mapping[str, Scheme], where: str) -> None
         )
 
 
-def _schemes_by_tensors(checkpoint: Checkpoint, model: Weights) -> dict[str, Scheme]:
+def _named_as_in_model(schemes: Mapping[str, Scheme], model: Weights) -> dict[str, Scheme]:
     """The schemes of a checkpoint's modules by their names in the model. Settings name modules as
     files do, so that names are changed last."""
     found = {}
-    for module, scheme in schemes_of(checkpoint).items():
+    for module, scheme in schemes.items():
         name = model.canonical_name(f"{module}.weight")
         if name is not None and not model.ignores(name):
             found[name.removesuffix(".weight")] = scheme
     return found
+
+
+def _kept_in_float(
+    checkpoint: Checkpoint, model: Weights, schemes: Mapping[str, Scheme]
+) -> tuple[str, ...]:
+    """A note on the linear maps for which the config names a format, and that are stored in float;
+    none if there are no such maps."""
+    stated = read_schemes(checkpoint.config, str(checkpoint.folder))
+    assert stated is not None, "the checkpoint is quantised"
+    matrices = model.matrices()
+    maps = {prefix + name for prefix, part in matrices for name in part.projection_names}
+    found = []
+    for tensor in checkpoint.entries():
+        module, _, last = tensor.rpartition(".")
+        if last == "weight" and stated.of(module) is not None:
+            name = (model.canonical_name(tensor) or "").removesuffix(".weight")
+            if name in maps and name not in schemes:
+                found.append(module)
+    if not found:
+        return ()
+    return (
+        f"{KEY} of {str(checkpoint.folder)!r} names a format for {listed(sorted(found))}, and the "
+        "files hold these in float: they are computed in float; if that is meant, its list of "
+        "ignored modules lacks them, or spells them otherwise",
+    )
+
+
+def _all_float(where: str) -> str:
+    return f"{KEY} of {where!r} is not applied: all weights of its files are float"
 
 
 def _schemes_by_config(checkpoint: Checkpoint, model: Weights) -> dict[str, Scheme]:

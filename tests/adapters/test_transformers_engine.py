@@ -386,4 +386,4 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (deeper / "config.json").write_text(json.dumps(raw))
     message = refused(run_config(deeper, weights=Weights.checkpoint))
     assert message.startswith("checkpoint ")
-    assert "missing ['model.layers" in message
+    assert "missing: model.layers" in message

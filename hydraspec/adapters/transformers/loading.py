@@ -16,8 +16,8 @@ from transformers.utils import logging as hf_logging
 
 from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.engine.machine import pick_device, set_num_threads
-from hydraspec.models.checkpoint.quantized_tensors import read_elsewhere
-from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint
+from hydraspec.models.checkpoint.quantized_tensors import check_elsewhere, read_elsewhere
+from hydraspec.models.checkpoint.reader import Checkpoint, listed, open_checkpoint
 from hydraspec.models.gemma4.assistant_config import TARGETS as TARGETS_WITH_ASSISTANTS
 from hydraspec.models.gemma4.assistant_config import read_assistant
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -129,6 +129,7 @@ def _load_model(
         )
     if weights is Weights.checkpoint:
         opened.entries()  # refuses files that are missing, cut short or no safetensors
+        check_elsewhere(opened)
     try:
         with _without_its_own_output():
             model, report = _from_transformers(str(folder), weights, dtype, config.seed)
@@ -185,8 +186,10 @@ def _check_report(folder: Path, report: dict[str, Any]) -> None:
     """Raises CheckpointError for missing or misshapen tensors, which transformers would draw."""
     missing = sorted(str(key) for key in report.get("missing_keys", ()))
     misshapen = sorted(str(key) for key in report.get("mismatched_keys", ()))
-    if missing or misshapen:
+    kinds = (("missing", missing), ("misshapen", misshapen))
+    problems = "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds if names)
+    if problems:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} does not fit its config.json as transformers reads it: "
-            f"missing {missing[:5]}, misshapen {misshapen[:5]}. Download it again"
+            f"{problems}. Download it again"
         )

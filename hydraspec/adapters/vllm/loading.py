@@ -26,7 +26,7 @@ from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.machine import GIB, pick_device
 from hydraspec.models.checkpoint.config_reader import text_part
-from hydraspec.models.checkpoint.quantized_tensors import read_elsewhere
+from hydraspec.models.checkpoint.quantized_tensors import check_elsewhere, read_elsewhere
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint, resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
@@ -140,6 +140,8 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
     find_vllm()
     opened, drafter = open_checkpoint(config.target.checkpoint), _drafter_folder(config)
     check_sizes(config, text_part(opened.config))
+    if config.target.weights is Weights.checkpoint:
+        check_elsewhere(opened)
     check_devices(config)
     environment.add("HF_HUB_OFFLINE", "1")  # all checkpoints are local folders now
     if config.parallelism.pipeline_layers is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from hydraspec.errors import CheckpointError
-from hydraspec.models.checkpoint.config_reader import ConfigReader, shown, text_part
+from hydraspec.models.checkpoint.config_reader import MAX_COUNT, ConfigReader, shown, text_part
 from hydraspec.models.checkpoint.quantization import Scheme
 
 KEY = "quantization_config"
@@ -243,7 +243,7 @@ def _blocks(keys: ConfigReader, path: str, kind: str) -> tuple[int | None, int |
     if strategy == "tensor" and kind == "fp8":
         return None, None
     if strategy == "group" and kind == "int4":
-        return 1, keys.count(f"{where}group_size")
+        return 1, _size(keys, path)
     if strategy == "block" and kind == "fp8":
         return _pair(keys, f"{path}block_structure")
     allowed = "tensor, channel or block for fp8" if kind == "fp8" else "group or channel for int4"
@@ -271,7 +271,7 @@ def _inputs(
     if is_dynamic and strategy in ("token", "tensor"):
         return "token", None
     if is_dynamic and strategy == "group":
-        return "group", keys.count(f"{where}group_size")
+        return "group", _size(keys, path)
     if not is_dynamic and strategy == "tensor":
         return "static", None
     allowed = "token, tensor or group if dynamic, tensor if static"
@@ -352,6 +352,14 @@ def _skipped(texts: list[str], where: str) -> Modules[str]:
 
 
 # ------------------------------------------------------------------ values
+
+
+def _size(keys: ConfigReader, path: str) -> int:
+    """The group_size of weights or inputs."""
+    value = keys.get(f"{KEY}.{path}group_size")
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
+        raise _refusal(keys, "group_size", f"an integer from 1 to {MAX_COUNT}", path)
+    return value
 
 
 def _pair(keys: ConfigReader, path: str) -> tuple[int, int]:

@@ -216,6 +216,20 @@ def _measured(
     return scheme if sum(map(len, problems.values())) == before else None
 
 
+def check_elsewhere(checkpoint: Checkpoint) -> None:
+    """Checks a folder that another engine reads, if its format is understood here.
+
+    Raises CheckpointError: tensors that do not fit the config, at which other engines fail with
+    errors of their products, or not at all.
+    """
+    try:
+        understood = read_schemes(checkpoint.config, str(checkpoint.folder))
+    except CheckpointError:
+        return
+    if understood is not None:
+        schemes_of(checkpoint)
+
+
 def read_elsewhere(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     """What `describe` says of a folder that another engine reads; a format that is not understood
     here goes by the name of its method."""

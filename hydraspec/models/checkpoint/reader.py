@@ -25,6 +25,7 @@ from hydraspec.models.checkpoint.twins import TWINS, twin_folder
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+GGUF = ".gguf"  # llama.cpp's format
 MAX_LISTED = 10  # names a message lists before it only counts
 
 
@@ -109,6 +110,8 @@ def resolve_folder(checkpoint: str) -> Path:
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
         return folder
+    if folder.is_file() and folder.suffix == GGUF:
+        raise _is_gguf(folder)
     if folder.is_file():
         raise CheckpointError(
             f"checkpoint {checkpoint!r} is a file; expected a folder with config.json and "
@@ -145,6 +148,7 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
     elif (folder / "params.json").is_file():
         config = mistral_names.config_of_params(_read_config(folder / "params.json"), str(folder))
     else:
+        _check_gguf(folder)
         raise CheckpointError(
             f"checkpoint folder {str(folder)!r} has no config.json; expected the folder that "
             "save_pretrained or a Hugging Face download wrote (or Mistral's, with params.json)"
@@ -218,9 +222,23 @@ def _tensor_files(folder: Path) -> list[Path]:
             f"checkpoint {str(folder)!r} has only pickle files ({listed(pickles)}); expected "
             "safetensors, since loading a pickle runs code: convert it with save_pretrained"
         )
+    _check_gguf(folder)
     raise CheckpointError(
         f"checkpoint {str(folder)!r} has no safetensors file; expected model.safetensors or shards "
         "with model.safetensors.index.json: download it again"
+    )
+
+
+def _check_gguf(folder: Path) -> None:
+    """Raises CheckpointError if a folder without safetensors has files of llama.cpp's format."""
+    for file in sorted(folder.glob(f"*{GGUF}")):
+        raise _is_gguf(file)
+
+
+def _is_gguf(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {str(file)!r} is in llama.cpp's format (GGUF); expected a folder with "
+        "config.json and safetensors: give the release that it was converted from"
     )
 
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
+from hydraspec.models.checkpoint.quantization_config import KEY
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
 from hydraspec.models.parts import Part, Weight, held
 
@@ -113,10 +114,12 @@ def _check_entries(
         elif entry.shape != shape and not math.prod(entry.shape) == math.prod(shape) == 1:
             misshapen.append(f"{name} is {list(entry.shape)}, config.json says {list(shape)}")
     if quantised:
+        is_mistrals = not (folder / "config.json").is_file()
+        file, key = ("params.json", "quantization") if is_mistrals else ("config.json", KEY)
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; config.json names no "
-            "quantization_config, so that nothing says how: expected float weights (F64, F32, BF16 "
-            "or F16), or that key: use the unquantised release, or mend config.json"
+            f"checkpoint {str(folder)!r} is quantised: {listed(quantised)}; {file} names no {key}, "
+            "so that nothing says how: expected float weights (F64, F32, BF16 or F16), or that "
+            f"key: use the unquantised release, or mend {file}"
         )
     problems = [
         f"{kind} tensors: {listed(names)}"

@@ -148,10 +148,12 @@ def check_split(scheme: Scheme, inputs: Share, name: str) -> None:
     unit = max(scheme.columns or 1, scheme.group or 1, packing)
     if inputs.is_part and (inputs.first % unit or inputs.count % unit):
         ranks = inputs.size // inputs.count
+        fitting = (n for n in range(1, ranks) if inputs.size % (n * unit) == 0)
+        allowed = ", ".join(str(n) for n in fitting) or "1"
         raise ConfigurationError(
             f"parallelism.tensor={ranks} cuts the {inputs.size} inputs of the quantised module "
             f"{name!r} inside a group of {unit}, which share a scale\n"
-            f"  allowed: numbers of ranks that leave each a multiple of {unit} inputs\n"
-            "  to do: lower parallelism.tensor",
+            f"  allowed: {allowed} (each rank a multiple of {unit} inputs)\n"
+            "  to do: choose one of them, or a release in bfloat16",
             key="parallelism.tensor",
         )
