@@ -53,8 +53,9 @@ from hydraspec.types import (
     StepRecord,
 )
 
-# Scenarios of the comparisons. Every planted bug shows in as many.
-MIXED, TIGHT = 16, 24
+# Scenarios of the comparisons. Every planted bug shows in the first of them.
+MIXED, TIGHT = 8, 24
+SHOWN = 8
 
 
 @pytest.fixture(params=FLAVOURS, scope="module")
@@ -71,7 +72,7 @@ def test_a_step_ahead_equals_waiting(world: World, monkeypatch: pytest.MonkeyPat
     """Stops, limits, ends in the middle of accepted drafts, chunked prompts, few slots, edges of
     max_model_len."""
     happened = compare_mixed(world, monkeypatch, MIXED)
-    assert happened["dropped"] > 20, "no request ended while a further step of it was in flight"
+    assert happened["dropped"] > 10, "no request ended while a further step of it was in flight"
     assert happened["fewer drafts"] > 0, "no scenario met max_model_len"
 
 
@@ -388,8 +389,8 @@ def test_planted_bugs_are_caught(
     plant(monkeypatch)
 
     def compare() -> None:
-        compare_mixed(dense, monkeypatch, MIXED)
-        compare_tight(dense, monkeypatch, TIGHT)
+        compare_tight(dense, monkeypatch, SHOWN)
+        compare_mixed(dense, monkeypatch, SHOWN)
 
     with pytest.raises(AssertionError):
         compare()
