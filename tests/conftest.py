@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import composed_once
 import device_record
 from hypothesis import HealthCheck, settings
 
@@ -40,6 +41,8 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+composed_once.install()
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ def native() -> NativeEngine:
 
 
 def requests_of(count: int = NUM_PROMPTS, **sampling: object) -> list[Request]:
-    settings = {"max_tokens": 20, "ignore_eos": True, **sampling}
+    settings = {"max_tokens": 12, "ignore_eos": True, **sampling}
     return [
         asked(i, id=f"r{i}", seed=11 + i, messages=line["messages"], **settings)
         for i, line in enumerate(read_workload()[:count])
@@ -151,7 +151,7 @@ def test_assisted_tokens_equal_the_native_engines(target: str) -> None:
 
 def later_acceptance_length(engine: Engine) -> float:
     """1 + accepted / drafts over the rounds after each request's first."""
-    records, _ = decode(engine, requests_of(8, max_tokens=32), concurrency=1)
+    records, _ = decode(engine, requests_of(8, max_tokens=24), concurrency=1)
     rounds: dict[int, list[int]] = {}
     for record in records:
         for step in record.requests:

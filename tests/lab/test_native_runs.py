@@ -22,18 +22,17 @@ SYNTHETIC_TOLERANCE = 0.3  # of a mean over 8 requests, about 4 of its standard 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Eight requests of the tiny workload; the summary, checked against summary.json."""
+    """Requests of the tiny workload; the summary, checked against summary.json."""
     monkeypatch.chdir(tmp_path)
 
-    def run_here(*overrides: str) -> dict[str, Any]:
-        summary = hydraspec.run(
-            [*overrides, "workload.limit=8", "tracker=none", "hydra.run.dir=run"]
-        )
+    def run_here(*overrides: str, limit: int = 4) -> dict[str, Any]:
+        few = [f"workload.limit={limit}", "tracker=none", "hydra.run.dir=run"]
+        summary = hydraspec.run([*overrides, *few])
         text = (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
         assert Path(summary.pop("run_dir")) == tmp_path / "run"
         assert json.loads(text) == summary
         assert (summary["status"], summary["engine"]) == ("ok", "native")
-        assert (summary["num_requests"], summary["num_errors"]) == (8, 0)
+        assert (summary["num_requests"], summary["num_errors"]) == (limit, 0)
         return summary
 
     return run_here
@@ -41,10 +40,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
 
 def check_lossless(summary: dict[str, Any]) -> None:
     lossless, baseline = summary["lossless"], summary["baseline"]
-    assert (lossless["verdict"], lossless["num_requests_checked"]) == ("identical", 8)
+    assert (lossless["verdict"], lossless["num_requests_checked"]) == ("identical", 4)
     assert summary["acceptance_length"]["mean"] >= MIN_ACCEPTANCE_LENGTH
     assert summary["accuracy"]["exact_match"] == baseline["accuracy"]["exact_match"] == 1.0
-    assert baseline["num_requests"] == 8
+    assert baseline["num_requests"] == 4
     assert baseline["num_output_tokens"] == summary["num_output_tokens"]
     assert summary["speedup"]["mean"] > 0
 
@@ -69,7 +68,8 @@ def test_where_k_is_chosen_a_broken_drafter_is_sent_to_the_doctor(run, tmp_path)
     file.unlink()
     save_file({**tensors, "fc.weight": -tensors["fc.weight"]}, file, metadata={"format": "pt"})
     typed = f"method.checkpoint={head}"
-    summary = run("method=eagle3", typed, "method.num_speculative_tokens=auto")
+    chosen = ["method.num_speculative_tokens=auto", "method.max_speculative_tokens=4"]
+    summary = run("method=eagle3", typed, *chosen, limit=8)
     said = [each for each in summary["warnings"] if "hardly ever accepted" in each]
     assert said, summary["warnings"]
     assert "in the steps whose costs were measured" in said[0] or summary["num_drafts"] >= 50
@@ -84,7 +84,8 @@ def test_block_verification_is_lossless(run):  # type: ignore[no-untyped-def]
 
 
 def test_synthetic_verification_has_the_length_asked_for(run):  # type: ignore[no-untyped-def]
-    summary = run("method.verification=synthetic", "method.synthetic_acceptance_length=2.5")
+    typed = ["method.verification=synthetic", "method.synthetic_acceptance_length=2.5"]
+    summary = run(*typed, limit=8)
     assert summary["acceptance_length"]["mean"] == pytest.approx(2.5, abs=SYNTHETIC_TOLERANCE)
     assert summary["lossless"]["verdict"] == "not_checked"
     assert summary["baseline"]["accuracy"]["exact_match"] == 1.0

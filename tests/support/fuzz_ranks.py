@@ -39,7 +39,7 @@ def small_case(number: int, pair: Pair, dtype: Dtype = Dtype.float64) -> Case:
         verification=[Verification.standard, Verification.block][number // 2 % 2],
     )
     requests = zoo_requests(2) + zoo_requests(4, **SAMPLED)[2:]
-    for request, length, most in zip(requests, (9, 61, 20, 33), (12, 6, 10, 8), strict=True):
+    for request, length, most in zip(requests, (9, 51, 20, 27), (9, 4, 7, 5), strict=True):
         assert request.messages is not None
         prompt = found.tokenizer.encode_chat(request.messages)
         request.prompt_token_ids, request.sampling.max_tokens = prompt[-length:], most

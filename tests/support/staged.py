@@ -39,13 +39,13 @@ def mixed_requests(pair: Pair, dtype: Dtype = Dtype.float64) -> list[Request]:
     found = stage(pair.stage, dtype)
     prompts = [p for p in found.prompts if len(p) < 100]
     samplings = [
-        SamplingParams(max_tokens=14, ignore_eos=True),
-        SamplingParams(max_tokens=9),
-        SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True),
-        SamplingParams(max_tokens=20, stop_token_ids=(_said(pair, dtype, prompts[3], 6),)),
+        SamplingParams(max_tokens=9, ignore_eos=True),
+        SamplingParams(max_tokens=6),
+        SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True),
+        SamplingParams(max_tokens=12, stop_token_ids=(_said(pair, dtype, prompts[3], 4),)),
         SamplingParams(max_tokens=1, ignore_eos=True),
-        SamplingParams(max_tokens=11, temperature=1.2, top_k=8, seed=9, ignore_eos=True),
-        SamplingParams(max_tokens=17, ignore_eos=True),
+        SamplingParams(max_tokens=7, temperature=1.2, top_k=8, seed=9, ignore_eos=True),
+        SamplingParams(max_tokens=11, ignore_eos=True),
     ]
     return [
         Request(index=i, id=str(i), sampling=sampling, prompt_token_ids=list(prompts[i]))
