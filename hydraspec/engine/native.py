@@ -112,6 +112,8 @@ class NativeEngine(Engine):
         num_unfinished, history = 0, History(requests)
         if self._scheduler.draft_lengths is not None:
             self._scheduler.draft_lengths.start_over()
+        if self._scheduler.step_drafts is not None:
+            self._scheduler.step_drafts.start_over()
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
