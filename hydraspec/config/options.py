@@ -83,7 +83,7 @@ class SuffixOptions:
 
     max_tree_depth: int = dataclasses.field(default=24, metadata=between(2, 64))
     max_cached_requests: int = dataclasses.field(default=10000, metadata=between(0, 1000000))
-    max_cache_mib: int = dataclasses.field(default=256, metadata=between(1, 65536))
+    max_cache_mib: int = dataclasses.field(default=1024, metadata=between(1, 65536))
     max_spec_factor: float = dataclasses.field(default=1.0, metadata=between(0.1, 32))
     min_token_prob: float = dataclasses.field(default=0.1, metadata=between(0, 1))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 ROOT = 0
 END = -1  # stands after each of the texts that a trie holds
-BYTES_PER_NODE = 160  # of a node, its key in the table of children, and its share of the text
+BYTES_PER_NODE = 176  # of a node, its key in the table of children, and its share of the text
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class SuffixTrie:
     def best_path(self, entries: list[int], limits: Limits) -> Path:
         """The continuation with the highest score, of the longest match that has it. entries: as in
         `step`, or `tail`."""
-        found, followed = Path(), self._followed
+        found, followed, count = Path(), self._followed, self._count
         before = 0
         for length in range(len(entries) - 1, 0, -1):
             most = min(limits.most, int(limits.factor * length) + limits.num_pending)
@@ -130,6 +130,9 @@ class SuffixTrie:
                 continue
             else:
                 before = followed[entry]
+                # No token of a path is more probable than its first one.
+                if before and count[self._best[entry]] / before * most <= found.score:
+                    continue
                 path = self._path(entry, length, most, limits.min_prob)
             if path.score > found.score:
                 found = path
@@ -138,19 +141,20 @@ class SuffixTrie:
     def _path(self, node: int, length: int, most: int, min_prob: float) -> Path:
         """The most frequent tokens after the string of a node, while their probability is at least
         `min_prob`."""
-        path, prob = Path(), 1.0
-        while len(path.tokens) < most and self._followed[node]:
+        count, followed, tokens = self._count, self._followed, []
+        prob, score = 1.0, 0.0
+        while len(tokens) < most and followed[node]:
             child = self._best[node]
-            prob *= self._count[child] / self._followed[node]
+            prob *= count[child] / followed[node]
             if prob < min_prob:
                 break
-            path.tokens.append(self._token[child])
-            path.score += prob
+            tokens.append(self._token[child])
+            score += prob
             length += 1
-            if self._count[child] == 1 or length == self.depth:
-                return self._copied(path, self._place[child], most, prob)
+            if count[child] == 1 or length == self.depth:
+                return self._copied(Path(tokens, score), self._place[child], most, prob)
             node = child
-        return path
+        return Path(tokens, score)
 
     def _copied(self, path: Path, place: int, most: int, prob: float) -> Path:
         """The path with the text from `place` on appended. At the text's end it goes on with the
