@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+import tracemalloc
 
 import pytest
 from plain_suffix import PlainSuffix
 
 from hydraspec.config.options import SuffixOptions
 from hydraspec.speculators.suffix.drafts import SuffixDrafts
+from hydraspec.speculators.suffix.trie import BYTES_PER_NODE
 
 SEED = 47
 VOCAB_SIZE = 40
@@ -87,3 +91,74 @@ def test_drafts_equal_a_plain_search_over_500_histories() -> None:
 )
 def test_drafts_of_short_texts(text: list[int], drafts: list[int]) -> None:
     assert drafts_of().new_text().continuation(text, 0) == drafts
+
+
+def test_memory_is_bounded_and_the_oldest_outputs_go() -> None:
+    """Catches a bound that counts outputs and not what they take, or the newest that are dropped
+    first."""
+    rng = random.Random(SEED)
+    vocab_size, length = 1000, 60
+    drafts = drafts_of(vocab_size=vocab_size, max_cache_mib=4)
+    gc.collect()
+    tracemalloc.start()
+    most_bytes = most_nodes = 0
+    newest: list[int] = []
+    first: list[int] = []
+    for _ in range(1500):
+        newest = [rng.randrange(vocab_size) for _ in range(length)]
+        first = first or newest
+        drafts.finished(newest)
+        most_nodes = max(most_nodes, drafts.outputs.num_nodes)
+        most_bytes = max(most_bytes, tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert most_nodes <= (4 << 20) / BYTES_PER_NODE
+    assert most_bytes < 4 << 20
+    assert 100 < drafts.outputs.num_texts < 1400
+    assert drafts.new_text().continuation(newest[:9], 0) == newest[9:17]
+    assert drafts.new_text().continuation(first[:9], 0) != first[9:17]
+
+
+def test_no_more_outputs_are_kept_than_allowed() -> None:
+    drafts = drafts_of(max_cached_requests=10)
+    counts = []
+    for number in range(40):
+        drafts.finished([number] * 3)
+        counts.append(drafts.outputs.num_texts)
+    assert max(counts) == 10
+    assert min(counts[10:]) == 6
+
+
+def test_an_output_that_is_too_long_is_cut() -> None:
+    drafts = drafts_of(vocab_size=1 << 18, max_cache_mib=1, max_tree_depth=8)
+    drafts.finished(list(range(100_000)))
+    assert drafts.outputs.num_nodes <= (1 << 20) / BYTES_PER_NODE
+    assert drafts.new_text().continuation([5, 6, 7, 8], 0) == [9, 10, 11, 12]
+
+
+def microseconds_per_step(drafts: SuffixDrafts, texts: list[list[int]]) -> float:
+    """CPU time to propose for a request, the best of three runs."""
+    best = float("inf")
+    for _ in range(3):
+        num_steps, start = 0, time.process_time()
+        for text in texts:
+            drafted = drafts.new_text()
+            for length in range(32, len(text)):
+                drafted.continuation(text[:length], 0)
+                num_steps += 1
+        best = min(best, (time.process_time() - start) / num_steps)
+    return best * 1e6
+
+
+@pytest.mark.slow
+def test_ten_thousand_outputs_do_not_slow_a_step() -> None:
+    """The time of a step grows by less than 2 % of 2 ms, which is less than a step of the smallest
+    target takes."""
+    rng = random.Random(SEED)
+    drafts = drafts_of(vocab_size=1000)
+    texts = [history(rng, 200, 1000) for _ in range(20)]
+    empty = microseconds_per_step(drafts, texts)
+    for _ in range(10_000):
+        drafts.finished(history(rng, 100, 1000))
+    assert drafts.outputs.num_texts == 10_000
+    full = microseconds_per_step(drafts, texts)
+    assert full - empty < 0.02 * 2000, (empty, full)
