@@ -195,7 +195,8 @@ class NativeEngine(Engine):
             kv_usage=scheduler.kv.usage,
             kv_usage_per_group=scheduler.kv.usage_per_group,
             launch_ms=self.clock.launch_ms(),
-            draft_length=scheduler.draft_length,
+            # Of a drafter on the host K is a bound, and requests differ.
+            draft_length=scheduler.draft_length if scheduler.draft_lengths is not None else None,
         )
 
     @contextmanager

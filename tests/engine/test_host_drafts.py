@@ -88,15 +88,15 @@ def num_accepted(seen: Watch) -> int:
 def test_requests_of_a_step_have_different_numbers_of_drafts() -> None:
     """The step has rows for the most drafts that any of them has, and none where none has any."""
     seen = run_of()
+    steps = [[p for p in record.requests if not p.is_prefill] for record in seen.records]
     decodes = [
-        (record.draft_length, [p for p in record.requests if not p.is_prefill])
-        for record in seen.records
+        ({p.num_rows for p in parts}, {len(p.draft_token_ids) for p in parts})
+        for parts in steps
+        if parts
     ]
-    counts = [(length, {len(p.draft_token_ids) for p in parts}) for length, parts in decodes]
-    assert any(len(found) > 1 for _, found in counts)
-    assert any(length == 0 for length, found in counts if found)
-    assert all(max(found) == length for length, found in counts if found and length is not None)
-    assert all(p.num_rows == 1 + length for length, parts in decodes for p in parts if length == 0)
+    assert all(rows == {1 + max(drafts)} for rows, drafts in decodes)
+    assert any(len(drafts) > 1 for _, drafts in decodes)
+    assert any(rows == {1} for rows, _ in decodes)
     assert num_accepted(seen) > 10
 
 
