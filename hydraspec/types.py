@@ -227,6 +227,15 @@ class BlockTable:
         return BlockTable(self.rows[requests], self.live[requests], self.width)
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Continuations:
+    """Tokens that may follow the texts of N decoding requests, as the host proposes them before a
+    step is launched (docs/adr/0047)."""
+
+    numbers: np.ndarray  # [N, 2K+3] int64: slot, known tokens of the text, tokens (-1: no more)
+    is_ahead: bool  # a step in flight samples tokens that the host does not know
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """The scheduler's decision, as plain numbers. Requests are ordered so that segments are
@@ -242,6 +251,7 @@ class StepPlan:
     num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
     flags: SamplingFlags = EVERYTHING
     draft_length: int | None = None  # chosen for this step, at most K; None: K in every step
+    continuations: Continuations | None = None  # drafts to verify, where the host proposes any
 
     @property
     def decode_rows(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
-from hydraspec.config.options import KEY, DSparkOptions
+from hydraspec.config.options import KEY, DSparkOptions, SuffixOptions
 from hydraspec.config.rules import Rule
 from hydraspec.config.schema import PerStep, RunConfig, Verification
 
@@ -29,6 +29,14 @@ K_PER_STEP = (
         "a number, with engine={c.engine.name} and bench={c.bench.name}",
         "is for runs (bench=none) of engine=native",
         "write a number, or choose engine=native and bench=none",
+        when=_is_per_step,
+    ),
+    Rule(
+        "method.num_speculative_tokens",
+        lambda k, c: not isinstance(c.method.options, SuffixOptions),
+        f"1 to {MAX_SPECULATIVE_TOKENS} with method={{c.method.name}}",
+        "is of no use where each request has its own number of drafts in each step",
+        "write the most that a request may have",
         when=_is_per_step,
     ),
     Rule(

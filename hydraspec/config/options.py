@@ -15,6 +15,7 @@ from hydraspec.config.messages import refusal
 OPTIONS = {  # method -> "module:dataclass"
     "dspark": "hydraspec.config.options:DSparkOptions",
     "ngram": "hydraspec.config.options:NgramOptions",
+    "suffix": "hydraspec.config.options:SuffixOptions",
 }
 KEY = "method.options"
 LONGEST = 32  # tokens that method=ngram compares at each place of a text
@@ -65,6 +66,26 @@ class DSparkOptions:
     """
 
     min_survival: float | None = dataclasses.field(default=None, metadata=between(0, 1))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class SuffixOptions:
+    """Options of method=suffix, with vLLM's names, less the prefix suffix_decoding_.
+
+    Attributes:
+        max_tree_depth: tokens of the longest strings that are counted. A match has one token less
+            at most; drafts may go on further.
+        max_cached_requests: finished outputs that are drafted from at most; 0: none.
+        max_cache_mib: MiB of host memory that these take at most.
+        max_spec_factor: drafts at most, for each token of the match.
+        min_token_prob: least probability of a draft and all before it, by counts.
+    """
+
+    max_tree_depth: int = dataclasses.field(default=24, metadata=between(2, 64))
+    max_cached_requests: int = dataclasses.field(default=10000, metadata=between(0, 1000000))
+    max_cache_mib: int = dataclasses.field(default=1024, metadata=between(1, 65536))
+    max_spec_factor: float = dataclasses.field(default=1.0, metadata=between(0.1, 32))
+    min_token_prob: float = dataclasses.field(default=0.1, metadata=between(0, 1))
 
 
 def options_of(method: object) -> type:

@@ -123,7 +123,7 @@ WORKLOAD_RULES = (
         lambda path, c: (
             f"a file in the format of {c.workload.name}"
             if c.workload.name in SOURCES
-            else "a file of JSON lines, or zoo:tiny"
+            else "a file of JSON lines, zoo:tiny or zoo:editing"
         ),
         "names no file",
         _download_hint,

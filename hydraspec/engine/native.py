@@ -112,6 +112,8 @@ class NativeEngine(Engine):
         num_unfinished, history = 0, History(requests)
         if self._scheduler.draft_lengths is not None:
             self._scheduler.draft_lengths.start_over()
+        if self._scheduler.step_drafts is not None:
+            self._scheduler.step_drafts.start_over()
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
@@ -193,7 +195,8 @@ class NativeEngine(Engine):
             kv_usage=scheduler.kv.usage,
             kv_usage_per_group=scheduler.kv.usage_per_group,
             launch_ms=self.clock.launch_ms(),
-            draft_length=scheduler.draft_length,
+            # Of a drafter on the host K is a bound, and requests differ.
+            draft_length=scheduler.draft_length if scheduler.draft_lengths is not None else None,
         )
 
     @contextmanager

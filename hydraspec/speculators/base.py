@@ -15,6 +15,7 @@ from hydraspec.graphs import GraphBackend
 from hydraspec.models.base import TargetModel
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.kv_groups import BlockSize
+from hydraspec.speculators.host import HostDrafts
 from hydraspec.types import Batch, Draft, KVGroupSpec, RequestState, TargetStep, Verdict
 
 
@@ -39,6 +40,9 @@ class BaseSpeculator(ABC):
     reads_target_kv: ClassVar[bool] = False  # KV of the last layer of each kind that writes any
     # The reason, if `propose` cannot be captured; only such a drafter may read the device.
     cannot_be_captured: ClassVar[str | None] = None
+    # `host_drafts` proposes before a step is launched, in place of `propose` after one. Each
+    # pipeline stage loads such a drafter and proposes the same.
+    drafts_on_host: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
         self.num_speculative_tokens = config.method.most_drafts
@@ -98,6 +102,11 @@ class BaseSpeculator(ABC):
     @property
     def min_survival(self) -> float | None:
         """Estimated survival below which `propose` leaves drafts out; None: it proposes all K."""
+        return None
+
+    @property
+    def host_drafts(self) -> HostDrafts | None:
+        """The drafts of a loaded drafter that drafts on the host."""
         return None
 
     def memory_bytes(self) -> int:

@@ -83,7 +83,7 @@ def loaded_drafter(
     Raises:
         UserError: on every stage, the one that `load` raised on the last stage.
     """
-    if link is None:
+    if link is None or speculator.drafts_on_host:
         speculator.load(target)
         return speculator
     found: DrafterFacts | UserError | None = None

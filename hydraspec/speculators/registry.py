@@ -21,6 +21,7 @@ SPECULATORS = {
     "dflash": "hydraspec.speculators.block:BlockSpeculator",
     "dspark": "hydraspec.speculators.dspark:DSparkSpeculator",
     "ngram": "hydraspec.speculators.ngram:NgramSpeculator",
+    "suffix": "hydraspec.speculators.suffix.speculator:SuffixSpeculator",
     "mtp": "hydraspec.speculators.mtp:MTPSpeculator",
     "gemma4_mtp": "hydraspec.speculators.gemma4:Gemma4Speculator",
 }

@@ -117,3 +117,23 @@ def test_options_that_are_no_dataclass_name_their_package(tmp_path: Path) -> Non
     (tmp_path / "method" / "markov.yaml").write_text(YAML)
     with on_path(tmp_path), pytest.raises(ConfigurationError, match=r"acme-odd 1\.0: .*dataclass"):
         composed(f"hydra.searchpath=['file://{tmp_path}']", "method=markov")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("method.options.max_tree_depth=1", r"max_tree_depth=1 is out of range\n.*2 to 64"),
+        ("method.options.max_cached_requests=-1", r"max_cached_requests=-1 is out of range"),
+        ("method.options.max_cache_mib=0", r"max_cache_mib=0 is out of range"),
+        ("method.options.max_spec_factor=0", r"max_spec_factor=0\.0 is out of range\n.*0\.1 to 32"),
+        ("method.options.min_token_prob=1.5", r"min_token_prob=1\.5 is out of range\n.*0 to 1"),
+        ("method.options.prompt_lookup_min=2", r"prompt_lookup_min"),
+        ("method.num_speculative_tokens=auto", r"its own number of drafts in each step\n.*1 to 32"),
+        ("method.num_speculative_tokens=33", r"num_speculative_tokens=33 is out of range"),
+        ("engine=vllm", r"method\.name=suffix is not available with engine=vllm"),
+        ("engine=transformers", r"method\.name=suffix is not available with engine=transformers"),
+    ],
+)
+def test_what_suffix_decoding_does_not_take_is_one_message(typed: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        composed("method=suffix", typed)

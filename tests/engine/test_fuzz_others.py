@@ -13,6 +13,11 @@ from fuzz_stages import RANDOM_PAIRS, Pair
 
 NUM_SHARDS, SHARD = 13, 24  # 312 configurations
 CHOICES = replace(ON_CPU, pairs=OTHERS)
+COPIED = tuple(
+    Pair(f"random {name}", method)
+    for method in ("ngram", "suffix")
+    for name in ("mimo", "deepseek", "sliding")
+)
 QUICK = [p for p in RANDOM_PAIRS if "eagle" not in p.stage and p.method != "dspark"]
 
 
@@ -25,16 +30,16 @@ def test_a_few_configurations_decode_as_the_plain_engine() -> None:
 
 def test_copied_drafts_decode_as_the_plain_engine() -> None:
     """Three of each target: the number of drafts differs by request within a step."""
-    copied = tuple(Pair(f"random {name}", "ngram") for name in ("mimo", "deepseek", "sliding"))
-    tally = run_cases(range(3000, 3009), replace(ON_CPU, pairs=copied))
-    assert tally.num_cases == 9
-    assert tally.num_accepted > 20
+    tally = run_cases(range(3000, 3000 + 3 * len(COPIED)), replace(ON_CPU, pairs=COPIED))
+    assert tally.num_cases == 3 * len(COPIED)
+    assert tally.num_accepted > 40
 
 
 @pytest.mark.slow
-def test_copied_drafts_of_the_zoo_decode_as_the_plain_engine() -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_copied_drafts_of_the_zoo_decode_as_the_plain_engine(method: str) -> None:
     targets = ("tiny_qwen3", "tiny_gemma4", "tiny_deepseek", "tiny_mistral")
-    copied = tuple(Pair(name, "ngram") for name in targets)
+    copied = tuple(Pair(name, method) for name in targets)
     tally = run_cases(range(3100, 3148), replace(ON_CPU, pairs=copied))
     assert tally.num_cases == 48
     assert tally.num_accepted > 100

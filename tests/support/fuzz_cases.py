@@ -8,6 +8,7 @@ import numpy as np
 from fuzz_stages import LONGEST_OUTPUT, PAIRS, ZOO_PAIRS, Pair, Stage, stage
 from graph_runs import GRAPH_MODES
 
+from hydraspec.config.options import SuffixOptions
 from hydraspec.config.schema import DraftSampling, Dtype, RunConfig, Verification
 from hydraspec.types import Request, SamplingParams
 
@@ -67,6 +68,15 @@ class Case:
     @property
     def k(self) -> int:
         return self.config.method.num_speculative_tokens
+
+    @property
+    def drafts_alone(self) -> bool:
+        """Whether drafts depend on the request alone, and not on outputs of others or on how many
+        of its tokens have arrived."""
+        options = self.config.method.options
+        if not isinstance(options, SuffixOptions):
+            return True
+        return not options.max_cached_requests and not self.config.engine.async_scheduling
 
     @property
     def dtype(self) -> Dtype:
@@ -140,6 +150,12 @@ def _draw_case(
         seed=int(rng.integers(1 << 20)),
     )
     config.engine.async_scheduling = bool(rng.random() < 0.4)
+    if pair.method == "suffix":
+        config.method.options = SuffixOptions(
+            max_cached_requests=int(rng.choice([0, 4, 100])),
+            max_spec_factor=float(rng.choice([1.0, 8.0])),
+            min_token_prob=float(rng.choice([0.0, 0.1])),
+        )
     runner = str(rng.choice(["plain", "launched", "recorded", "recorded", "recorded", "called"]))
     if runner in ("recorded", "called"):
         config.cudagraph.name = str(rng.choice(GRAPH_MODES))

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from hydraspec.zoo.recipe import batches, corpus, make, tasks, tokenizer
+from hydraspec.zoo.recipe import batches, corpus, editing, make, tasks, tokenizer
 
 STEP = re.compile(r"(\d+) ([*+-]) (\d+) = (\d+)")
 
@@ -117,3 +117,23 @@ def test_rewrites_are_right() -> None:
 def test_answer_is_scored_after_the_last_mark() -> None:
     assert corpus.extract_answer("The answer is 3. No, the answer is 42 ") == "42"
     assert corpus.extract_answer(" whole text\n") == "whole text"
+
+
+def test_editing_prompts_are_held_out_and_repeat_what_came_before() -> None:
+    """Each version of a task differs from the one before in a number, or in the order of fields."""
+    lines = editing.PATH.read_text().splitlines()
+    assert lines == list(editing.lines())
+    found = [json.loads(line) for line in lines]
+    prompts = [line["messages"][0]["content"] for line in found]
+    assert len(set(prompts)) == len(prompts) == 96
+    assert all(corpus.is_held_out(prompt) for prompt in prompts)
+    apart = len(prompts) // editing.NUM_VERSIONS
+    for before, after in itertools.pairwise(range(0, len(found), apart)):
+        for one, other in zip(found[before:][:apart], found[after:][:apart], strict=True):
+            assert one["id"][:-1] == other["id"][:-1]
+            if one["category"] == "agent":
+                assert json.loads(one["answer"]) == json.loads(other["answer"])
+            else:
+                texts = one["answer"].split(), other["answer"].split()
+                pairs = zip(*texts, strict=True)
+                assert sum(a != b for a, b in pairs) == 1

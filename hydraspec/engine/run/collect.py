@@ -87,6 +87,7 @@ class Collector:
             self._scheduler.arrived(item)
             if sequence.finish_reason is not None:
                 self._scheduler.release(sequence)
+                self._note_output(sequence)
                 completions.append(self._finish.completion(sequence))
         if self._scheduler.draft_lengths is not None:
             self._scheduler.draft_lengths.observe(requests)
@@ -110,6 +111,11 @@ class Collector:
         completions = [self._finish.completion(sequence) for sequence in self._scheduler.failed]
         self._scheduler.failed.clear()
         return completions
+
+    def _note_output(self, sequence: Sequence) -> None:
+        drafts = self._scheduler.step_drafts
+        if drafts is not None and sequence.finish_reason != "error":
+            drafts.finished(sequence.output_token_ids)
 
     def _not_finite(self, sequence: Sequence) -> NotFiniteError:
         position = len(sequence.output_token_ids)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run.draft_check import check_drafts_on_cpu
+from hydraspec.engine.run.host_drafts import write_drafts
 from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.run.results import (
     DeviceStep,
@@ -274,6 +275,7 @@ class DeviceRunner(Runner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step, in two parts where only its decodes have a graph; returns before it has
         run."""
+        self.place_drafts(plan)
         *first, last = self._split(plan)
         # Graphs share memory: the next one may write where these results are.
         parts = [(self._launch_part(*part).clone(), len(part[0].slots)) for part in first]
@@ -282,6 +284,12 @@ class DeviceRunner(Runner):
         return self._ring.launched(
             parts, None if survivals is None else NextDrafts(survivals, plan.slots)
         )
+
+    def place_drafts(self, plan: StepPlan) -> None:
+        """Write the drafts that the host proposes for this step, if any, once the state has the
+        results of the steps before."""
+        if plan.continuations is not None:
+            write_drafts(self.state, plan.continuations, plan.num_speculative_tokens)
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Launch one part; returns `packed_results` of the plan's requests, then of padding."""

@@ -28,6 +28,7 @@ from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.rank_check import RankCheck
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
+from hydraspec.engine.schedule.host_drafts import build_step_drafts
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.graphs import (
     CudaGraphBackend,
@@ -215,6 +216,7 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         runs_ahead=_runs_ahead(config, models.target),
         graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
         draft_lengths=build_draft_lengths(config, models.target.stage.count),
+        step_drafts=build_step_drafts(speculator),
     )
 
 

@@ -86,6 +86,8 @@ class Runner:
         commit_tokens(self.state, batch, verdict)
 
     def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:
+        if self.speculator.drafts_on_host:
+            return None
         draft = self.speculator.propose(target_step, verdict, batch, self.state)
         if draft is not None:
             check_draft(draft, batch, self.state, self.speculator)

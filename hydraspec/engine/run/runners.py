@@ -23,7 +23,7 @@ from hydraspec.engine.run.results import LaunchedStep, StepOutputs, StepResult
 from hydraspec.engine.run.stage_io import StageIO, stack
 from hydraspec.engine.run.state import new_request_state
 from hydraspec.engine.run.step_graphs import CapturedStep, RunnerLimits
-from hydraspec.engine.schedule.draft_lengths import offered_lengths
+from hydraspec.engine.schedule.draft_lengths import lengths_up_to, offered_lengths
 from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
 from hydraspec.parallel.control import ALONE, Control
 from hydraspec.sampling.verifier import build_verifier
@@ -65,7 +65,11 @@ def build_runner(
         max_seq_len=models.cache_size().max_tokens,
         capture_sizes=tuple(config.cudagraph.capture_sizes or default_capture_sizes(most)),
         launch_bound_rows=launch_bound_rows(target.hidden_size),
-        draft_lengths=offered_lengths(config.method),
+        draft_lengths=(
+            lengths_up_to(num_drafts)
+            if speculator.drafts_on_host
+            else offered_lengths(config.method)
+        ),
         activation_bytes=activation_bytes,
         vocab_size=target.vocab_size,
     )
@@ -109,6 +113,7 @@ class LastStageRunner(DeviceRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; see DeviceRunner."""
+        self.place_drafts(plan)
         parts = []
         for part, captured in self._split(plan):
             self.io.receive(num_rows_sent(part, captured))
@@ -146,6 +151,7 @@ class EarlierStageRunner(DeviceRunner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; see DeviceRunner."""
         self._apply_before(plan)
+        self.place_drafts(plan)
         parts = self._split(plan)
         for part, captured in parts:
             self.io.receive(num_rows_sent(part, captured))

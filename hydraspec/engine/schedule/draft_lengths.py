@@ -40,11 +40,15 @@ STEPS_UNTIL_TRIAL = 100
 
 
 def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
-    """The lengths to choose from, rising from 0 to `method.most_drafts`; with more than 8, those
-    above 4 have gaps, as each is measured and has its own graphs. Empty where K is fixed."""
+    """The lengths to choose from by costs, see `lengths_up_to`. Empty where K is fixed."""
     if not isinstance(method.num_speculative_tokens, PerStep):
         return ()
-    most = method.most_drafts
+    return lengths_up_to(method.most_drafts)
+
+
+def lengths_up_to(most: int) -> tuple[int, ...]:
+    """Draft lengths that steps may have, rising from 0 to `most`; with more than 8, those above 4
+    have gaps, as each has its own graphs."""
     if most <= 8:
         return tuple(range(most + 1))
     return (*(n for n in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if n < most), most)

@@ -14,7 +14,7 @@ import numpy as np
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.sampling.flags import GREEDY, flags_of
-from hydraspec.types import RowSegment, StepPlan
+from hydraspec.types import Continuations, RowSegment, StepPlan
 
 DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
 
@@ -61,6 +61,7 @@ class PlanBuilder:
             num_speculative_tokens=self._num_speculative_tokens,
             flags=flags,
             draft_length=draft_length,
+            continuations=_continuations(scheduled, self._num_speculative_tokens),
         )
 
     def _steady_arrays(
@@ -73,6 +74,20 @@ class PlanBuilder:
             arrays = drafts + 1, drafts, np.ones(num_requests, dtype=bool)
             self._steady[num_requests, num_drafts] = arrays
         return arrays
+
+
+def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | None:
+    """Continuations of the decodes that verify drafts, where any has one."""
+    verifying = [item.sequence for item in scheduled if item.num_drafts]
+    if not any(sequence.continuation for sequence in verifying):
+        return None
+    numbers = np.full((len(verifying), 2 * k + 3), -1, dtype=np.int64)
+    for row, sequence in zip(numbers, verifying, strict=True):
+        found = sequence.continuation
+        row[:2] = sequence.slot, sequence.num_tokens
+        row[2 : 2 + len(found)] = found
+    is_ahead = any(sequence.in_flight is not None for sequence in verifying)
+    return Continuations(numbers=numbers, is_ahead=is_ahead)
 
 
 def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:

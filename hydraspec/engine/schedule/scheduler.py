@@ -17,6 +17,7 @@ from itertools import islice
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
+from hydraspec.engine.schedule.host_drafts import StepDrafts
 from hydraspec.engine.schedule.plans import PlanBuilder
 from hydraspec.engine.schedule.prompt_rows import PromptRows, cut_span, whole_spans
 from hydraspec.engine.schedule.sequence import MicroBatches, Scheduled, Sequence, most_worthwhile
@@ -42,10 +43,11 @@ class Scheduler:
         runs_ahead: bool = False,
         graph_rows: Seq[int] = (),
         draft_lengths: DraftLengths | None = None,
+        step_drafts: StepDrafts | None = None,
     ) -> None:
         """num_micro_batches, runs_ahead: see MicroBatches; one: one step in flight, or two as in
-        docs/adr/0010. graph_rows: rows of the mixed steps that have graphs, rising. draft_lengths:
-        chooses the drafts of each step, at most num_speculative_tokens."""
+        docs/adr/0010. graph_rows: rows of the mixed steps that have graphs, rising. draft_lengths
+        or step_drafts: chooses the drafts of each step, at most num_speculative_tokens."""
         self.kv = kv
         self.micro_batches = MicroBatches(num_micro_batches, runs_ahead=runs_ahead)
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -53,7 +55,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
-        self.draft_lengths = draft_lengths
+        self.draft_lengths, self.step_drafts = draft_lengths, step_drafts
         self.draft_length: int | None = None  # of the step scheduled last, where it is chosen
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -102,8 +104,7 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Choose the next step's rows: decodes first, then running prefills, then new requests."""
         self.admitted.clear()
-        if self._ending:
-            self._end_cancelled()
+        self._end_cancelled()
         self._budget = self.max_num_batched_tokens
         self._withheld, self._is_short, self._is_limited = 0, False, False
         chosen: dict[Sequence, Scheduled] = {}
@@ -112,6 +113,8 @@ class Scheduler:
         if self.draft_lengths is not None:
             together = len(self.running) or min(len(self.waiting), self.max_num_seqs)
             self.draft_length = self.draft_lengths.choose(self.micro_batches.share(together))
+        elif self.step_drafts is not None:
+            self.draft_length = self.step_drafts.propose(self._in_turn())
         drafts = self.num_speculative_tokens if self.draft_length is None else self.draft_length
         self._most_drafts = most_worthwhile(self.running, drafts)
         for sequence in self._in_turn():
@@ -227,13 +230,10 @@ class Scheduler:
         has to wait."""
         sequence = item.sequence
         while not self._allocate(item):
-            if sequence.in_flight is not None:
+            victim, has_stages = self.running[-1], self.micro_batches.count > 1
+            if sequence.in_flight is not None or (has_stages and victim.in_flight is not None):
                 # No request is preempted, cut short or failed for numbers that are not in yet.
                 self._is_short = True
-                return False
-            victim = self.running[-1]
-            if self.micro_batches.count > 1 and victim.in_flight is not None:
-                self._is_short = True  # its slot's state changes when its results arrive
                 return False
             if victim is not sequence:
                 self._preempt(victim)

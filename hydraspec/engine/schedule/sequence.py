@@ -11,6 +11,7 @@ from hydraspec_kernels.attention import MOST_FUSED_ROWS
 
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import OfferedRequest
+from hydraspec.speculators.host import DraftedText
 from hydraspec.types import Span
 
 
@@ -27,6 +28,8 @@ class Sequence(OfferedRequest):
     # Of the drafts proposed for its next step, by the results of the step before it.
     survivals: list[float] | None = None  # see Draft; None: not estimated
     num_worthwhile: int | None = None  # drafts to verify, the first ones; None: all
+    drafted: DraftedText | None = None  # of a drafter on the host
+    continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property

@@ -27,6 +27,7 @@ from hydraspec.zoo.recipe import (
     corpus,
     distil,
     draft_files,
+    editing,
     evaluate,
     modeling,
     quantise,
@@ -63,8 +64,9 @@ def _data(args: argparse.Namespace, count: int, seed: int) -> Sequences:
 
 
 def make_corpus(args: argparse.Namespace) -> None:
-    """Write the held-out workload and show one example a category."""
+    """Write the held-out workloads and show one example a category."""
     corpus.write_workload()
+    editing.write()
     for example in itertools.islice(corpus.training_examples(0), len(tasks.TASKS)):
         console.print(f"[bold]{example.category}[/]", example.prompt, example.response, sep="\n")
 

@@ -1,0 +1,154 @@
+"""Drafts that the host proposes before a step: where they are written, the number of them in a
+step, and runs over ranks, stages, shared prefixes and steps that are launched ahead."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from fuzz_engines import build
+from fuzz_prefixes import Hits, cut_at_every_block, plain_case, run_prefix_case, text_of
+from fuzz_ranks import Happened, check_case_on_ranks, small_case
+from fuzz_stages import Pair
+from side_by_side import assert_same_run, run_alone
+from staged import assert_same_everywhere, config_of, mixed_requests, run_over
+from step_ahead import Watch, outputs
+
+from hydraspec.config.options import SuffixOptions
+from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.run.host_drafts import write_drafts
+from hydraspec.engine.run.state import new_request_state
+from hydraspec.parallel.layout import Layout
+from hydraspec.types import Continuations
+
+PAIR = Pair("tiny_gemma4", "suffix")
+OWN_TEXT = SuffixOptions(max_cached_requests=0)
+K, UNSET = 3, 77
+
+
+def written(sampled: list[int], continuation: list[int], *, is_ahead: bool = True) -> list[int]:
+    """Drafts after the newest token of slot 1, whose text is 9, 8 on the host; `sampled` follow."""
+    state = new_request_state(
+        num_slots=2,
+        max_model_len=12,
+        num_speculative_tokens=K,
+        draft_vocab_size=None,
+        device=torch.device("cpu"),
+    )
+    text = [9, 8, *sampled]
+    state.token_ids.fill_(UNSET)
+    state.token_ids[1, : len(text)] = torch.tensor(text)
+    state.num_computed[1] = len(text) - 1
+    numbers = np.full((1, 2 * K + 3), -1)
+    numbers[0, :2] = 1, 2
+    numbers[0, 2 : 2 + len(continuation)] = continuation
+    write_drafts(state, Continuations(numbers=numbers, is_ahead=is_ahead), K)
+    row = state.token_ids[1].tolist()
+    assert row[: len(text)] == text
+    assert set(row[len(text) + K :]) == {UNSET}
+    assert set(state.token_ids[[0, 2]].flatten().tolist()) == {UNSET}
+    return row[len(text) : len(text) + K]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "continuation", "drafts"),
+    [
+        pytest.param([1], [1, 2, 3, 4], [2, 3, 4], id="one sampled token, as proposed"),
+        pytest.param([1, 2], [1, 2, 3, 4], [3, 4, -1], id="two, and few are left"),
+        pytest.param([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7], [5, 6, 7], id="all that may be sampled"),
+        pytest.param([1, 2], [1, 2], [-1, -1, -1], id="none is left"),
+        pytest.param([5], [1, 2, 3, 4], [-1, -1, -1], id="another token"),
+        pytest.param([1, 5], [1, 2, 3, 4], [-1, -1, -1], id="another second token"),
+        pytest.param([1, 2, 3], [1, 2], [-1, -1, -1], id="more sampled than proposed"),
+        pytest.param([], [1, 2], [1, 2, -1], id="nothing sampled since"),
+        pytest.param([1], [], [-1, -1, -1], id="no continuation"),
+    ],
+)
+def test_drafts_are_what_is_left_after_sampled_tokens(
+    sampled: list[int], continuation: list[int], drafts: list[int]
+) -> None:
+    assert written(sampled, continuation) == drafts
+
+
+def test_without_a_step_in_flight_drafts_are_the_continuation() -> None:
+    assert written([], [1, 2, 3], is_ahead=False) == [1, 2, 3]
+
+
+def run_of(**changes: object) -> Watch:
+    config = config_of(PAIR, **changes)
+    return run_alone(NativeEngine(config), mixed_requests(PAIR))
+
+
+def num_accepted(seen: Watch) -> int:
+    return sum(part.num_accepted for record in seen.records for part in record.requests)
+
+
+def test_requests_of_a_step_have_different_numbers_of_drafts() -> None:
+    """The step has rows for the most drafts that any of them has, and none where none has any."""
+    seen = run_of()
+    steps = [[p for p in record.requests if not p.is_prefill] for record in seen.records]
+    decodes = [
+        ({p.num_rows for p in parts}, {len(p.draft_token_ids) for p in parts})
+        for parts in steps
+        if parts
+    ]
+    assert all(rows == {1 + max(drafts)} for rows, drafts in decodes)
+    assert any(len(drafts) > 1 for _, drafts in decodes)
+    assert any(rows == {1} for rows, _ in decodes)
+    assert num_accepted(seen) > 10
+
+
+def test_outputs_of_an_earlier_run_are_forgotten() -> None:
+    """Else a second round over the same prompts would be drafted from the first one's answers."""
+    engine = NativeEngine(config_of(PAIR))
+    first = run_alone(engine, mixed_requests(PAIR))
+    assert_same_run(run_alone(engine, mixed_requests(PAIR)), first)
+
+
+def test_steps_launched_ahead_give_the_same_greedy_tokens() -> None:
+    config = config_of(PAIR)
+    config.engine.async_scheduling = True
+    requests = [r for r in mixed_requests(PAIR) if r.sampling.temperature == 0]
+    ahead = run_alone(NativeEngine(config), requests)
+    waiting = run_alone(NativeEngine(config_of(PAIR)), requests)
+    assert outputs(ahead) == outputs(waiting)
+    assert 0 < num_accepted(ahead) < num_accepted(waiting)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pipeline=2), Layout(tensor=2, pipeline=2)], ids=["pp2", "tp2_pp2"]
+)
+def test_stages_draft_as_one_process(layout: Layout) -> None:
+    """From their own texts, as stages end requests in another order."""
+    config = config_of(PAIR)
+    config.method.options = OWN_TEXT
+    alone = run_alone(NativeEngine(copy.deepcopy(config)), mixed_requests(PAIR))
+    found = assert_same_everywhere(run_over(layout, config, mixed_requests(PAIR)))
+    assert_same_run(found, alone)
+    assert num_accepted(found) > 5
+
+
+def test_stages_draft_alike_from_finished_outputs() -> None:
+    requests = [r for r in mixed_requests(PAIR) if r.sampling.temperature == 0]
+    found = assert_same_everywhere(run_over(Layout(pipeline=2), config_of(PAIR), requests))
+    assert outputs(found) == outputs(run_alone(NativeEngine(config_of(PAIR)), requests))
+
+
+def test_two_ranks_draft_as_one_process() -> None:
+    happened = Happened()
+    for number in range(3):
+        check_case_on_ranks(small_case(number, PAIR), 2, happened)
+    assert happened.num_accepted > 0
+    assert happened.num_rejected > 0
+
+
+def test_drafts_after_hits_of_the_prefix_cache() -> None:
+    requests = cut_at_every_block(text_of(PAIR, 40), 4, 1)
+    case = plain_case(PAIR, requests, block_size=4, max_num_seqs=8)
+    case.config.method.options = OWN_TEXT
+    hits = Hits()
+    run_prefix_case(case, hits)
+    seen = run_alone(build(case), requests, 1)
+    assert max(done.num_cached_tokens for done in seen.completions.values()) > 30
