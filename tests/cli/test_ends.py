@@ -23,7 +23,7 @@ def start(*argv, cwd):
 
 def test_a_termination_saves_what_was_finished(tmp_path):
     """Catches results lost when a container is stopped."""
-    process = start("workload.limit=32", cwd=tmp_path)
+    process = start("workload.limit=12", "sampling.max_tokens=48", cwd=tmp_path)
     while "round 2" not in process.stdout.readline():
         assert process.poll() is None
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_an_interrupt_before_anything_was_finished_says_so(tmp_path, number):
 def test_a_benchmarks_process_ends_with_it(tmp_path):
     """It may hold the memory of a device."""
     bench = ["bench=decode", "bench.engines=[native]", "bench.methods=[none]", "bench.batches=[1]"]
-    process = start(*bench, "bench.output_tokens=256", "bench.repeats=50", cwd=tmp_path)
+    process = start(*bench, "bench.output_tokens=64", "bench.repeats=200", cwd=tmp_path)
     log = tmp_path / "run" / "native-none" / "log.txt"
     while not log.is_file() or "loaded in" not in log.read_text():
         assert process.poll() is None
@@ -72,7 +72,7 @@ def test_a_benchmarks_process_ends_with_it(tmp_path):
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
-    process = start("workload.limit=2", cwd=tmp_path)
+    process = start("workload.limit=2", "sampling.max_tokens=16", cwd=tmp_path)
     process.stdout.close()
     errors = process.stderr.read()
     assert (process.wait(), "Error" in errors) == (0, False)

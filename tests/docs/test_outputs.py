@@ -65,7 +65,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of one run, with all it can write."""
     path = tmp_path_factory.mktemp("sweep")
     files = [f"metrics.{name}=true" for name in ("steps", "trace", "all_positions")]
-    switches = [*files, "tracker=none", "workload.limit=3"]
+    switches = [*files, "tracker=none", "workload.limit=3", "sampling.max_tokens=48"]
     hydraspec.run([*switches, f"hydra.run.dir={path}/0"])
     compare(path)
     return path

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepseek_oracle import deepseek_config
-from grids import every_third
+from grids import every_third, in_turn
 from mtp_folders import qwen_config
 from scenarios import make_engine
 from tiny_targets import assistant_config, gemma4_config, load, run_config, write_folder
@@ -162,8 +162,9 @@ def test_a_step_with_mtp_layers_reads_nothing_from_the_device(
     assert shapes[2] == [(4, 3), (4, 3)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "stochastic"])
-@pytest.mark.parametrize("method", ["eagle3", "peagle", "eagle"])
+@pytest.mark.parametrize(
+    ("method", "temperature"), in_turn(["eagle3", "peagle", "eagle"], [0.8, 0.0])
+)
 def test_a_step_with_an_eagle_head_reads_nothing_from_the_device(
     tmp_path: Path, method: str, temperature: float
 ) -> None:

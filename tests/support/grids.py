@@ -15,7 +15,7 @@ def slow_unless(is_quick: Callable[..., bool], cases: Iterable[tuple[Any, ...]])
     return [pytest.param(*case, marks=[] if is_quick(*case) else slow) for case in cases]
 
 
-def in_turn(names: Iterable[str], ways: Sequence[str], always: Sequence[str] = ()) -> list[Any]:
+def in_turn(names: Iterable[str], ways: Sequence[Any], always: Sequence[str] = ()) -> list[Any]:
     """Every name in every way, quick in one way that takes turns, of `always` in all of them."""
     names = list(names)
     assert set(always) <= set(names)
