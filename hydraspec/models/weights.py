@@ -30,8 +30,9 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
         raise ConfigurationError(f"weights is {weights!r}; expected 'checkpoint' or 'random'")
     where = str(checkpoint.folder)
     if checkpoint.is_quantised:
+        notes: tuple[str, ...] = ()
         if weights == "random":
-            schemes, notes = _schemes_by_config(checkpoint, model), ()
+            schemes = _schemes_by_config(checkpoint, model)
         else:
             stored = schemes_of(checkpoint)
             schemes = _named_as_in_model(stored, model)

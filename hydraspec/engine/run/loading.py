@@ -116,12 +116,19 @@ def load(config: RunConfig) -> Loaded:
 
 @contextmanager
 def _timed(part: str, device: torch.device) -> Iterator[None]:
-    """Logs how long a part of loading takes on CUDA."""
-    start = time.perf_counter()
+    """Logs how long a part of loading takes on CUDA, and the memory that it adds and needs."""
+    start, on_cuda = time.perf_counter(), device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     yield
-    if device.type == "cuda":
+    if on_cuda:
         torch.cuda.synchronize(device)
-        log.info("%s: %.1f s", part, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        added = torch.cuda.memory_allocated(device) - before
+        most = torch.cuda.max_memory_allocated(device) - before
+        sizes = (size / (1 << 30) for size in (added, most))
+        log.info("%s: %.1f s, %.2f GiB, at most %.2f GiB on the way", part, seconds, *sizes)
 
 
 def load_baseline(loaded: Loaded) -> Loaded:

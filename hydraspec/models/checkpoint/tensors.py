@@ -17,6 +17,7 @@ from torch import Tensor
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.quantization_config import KEY
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry, listed
+from hydraspec.models.checkpoint.straight import goes_straight, read_straight
 from hydraspec.models.parts import Part, Weight, held
 
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -35,9 +36,9 @@ def load_tensors(
     rank's part of it) from the files.
 
     canonical maps a file's name to the canonical one (None: not part of this model); ignored tells
-    which canonical names may be left over. Files are read one after the other, each opened once;
-    one tensor is held at a time. Destinations of other pipeline stages, which have no memory, are
-    only checked.
+    which canonical names may be left over. Files are read one after the other: large tensors
+    straight to where they are used, others one at a time. Destinations of other pipeline stages,
+    which have no memory, are only checked.
     Raises CheckpointError listing what is missing, surplus or misshapen before anything is read,
     and NaN and infinities once all is.
     """
@@ -52,8 +53,16 @@ def load_tensors(
     for name in wanted:
         by_file.setdefault(entries[name].file, []).append(name)
     for file, names in by_file.items():
+        straight, others = {}, []
+        for name in names:
+            weight = wanted[name]
+            if isinstance(weight, Tensor) and goes_straight(entries[name], weight):
+                straight[entries[name].name] = weight
+            else:
+                others.append(name)
+        read_straight(file, straight)
         with safe_open(file, framework="pt") as opened:
-            for name in names:
+            for name in others:
                 tensor = _read(opened, entries[name], wanted[name])
                 held(wanted[name]).copy_(tensor)
                 del tensor
