@@ -12,6 +12,17 @@ from fuzz_engines import build
 from fuzz_prefixes import Hits, cut_at_every_block, plain_case, run_prefix_case, text_of
 from fuzz_ranks import Happened, check_case_on_ranks, small_case
 from fuzz_stages import Pair
+from graph_runs import (
+    GRAPH_MODES,
+    assert_same,
+    attention_as_on_devices,
+    count_launches,
+    graph_config,
+    make_graph_engine,
+    run_requests,
+    zoo_requests,
+)
+from recorded_graphs import CalledAgain
 from side_by_side import assert_same_run, run_alone
 from staged import assert_same_everywhere, config_of, mixed_requests, run_over
 from step_ahead import Watch, outputs
@@ -152,3 +163,25 @@ def test_drafts_after_hits_of_the_prefix_cache() -> None:
     run_prefix_case(case, hits)
     seen = run_alone(build(case), requests, 1)
     assert max(done.num_cached_tokens for done in seen.completions.values()) > 30
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_every_graph_mode_drafts_as_without_graphs(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is replayed by the graph of its length, with missing drafts among the others."""
+    attention_as_on_devices(monkeypatch)
+    configs = [graph_config("suffix", each, pair=("tiny_qwen3", None)) for each in (mode, "none")]
+    engines = [
+        make_graph_engine(config, backend)
+        for config, backend in zip(configs, (CalledAgain(), None), strict=True)
+    ]
+    launches = count_launches(engines[0], monkeypatch)
+    found, wanted = (run_requests(engine, zoo_requests(6)) for engine in engines)
+    assert_same(found, wanted)
+    assert found.num_accepted > 10
+    graphs = engines[0].parts.runner.graphs
+    assert graphs is not None
+    lengths = {each.rows_per_request for each in graphs.manager.descriptors}
+    assert lengths >= ({1, 2, 3, 4} if mode != "piecewise" else set())
+    assert sum(launches.values()) > launches["eager"]
