@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.attention.cpu import hold_kv, paged_attention_cpu, with_gain, write_qkv_cpu
+from hydraspec_kernels.attention.e4m3 import E4M3
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     DevicePlan,
@@ -64,20 +65,24 @@ __all__ = [
 ]
 
 
-def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+def paged_attention(
+    query: Tensor, cache: Tensor, plan: AttentionPlan, kv_scales: Tensor | None = None
+) -> Tensor:
     """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
 
     A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim]. A piecewise capture
-    leaves this call eager.
+    leaves this call eager. A cache in e4m3 holds numbers to be multiplied by kv_scales [2, Hkv] in
+    float32, those of keys, then of values; the reference runs it on a device.
     """
-    return breaks.run(_attend, query, cache, plan)
+    return breaks.run(_attend, query, cache, plan, kv_scales)
 
 
-def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan, kv_scales: Tensor | None) -> Tensor:
     if isinstance(plan, TiledPlan):
-        return paged_attention_cpu(query, cache, plan)
-    if query.dtype is torch.float64:  # the kernels add up in float32
-        return planned_attention_reference(query, cache, plan)
+        return paged_attention_cpu(query, cache, plan, kv_scales)
+    # The kernels add up in float32, and read caches of the queries' type.
+    if query.dtype is torch.float64 or cache.dtype is E4M3:
+        return planned_attention_reference(query, cache, plan, kv_scales)
     if fits_latent(query, plan):
         from hydraspec_kernels.attention.latent_kernel import latent_attention_kernel as run
     elif fits_prefill(query, plan):
@@ -94,7 +99,8 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
     cache_rows[t]; -1 (a padding row) writes nothing. cache None: a layer that shares KV, whose
     projection holds query heads only and whose cache_rows are not read.
     """
-    if runs_kernels(projection.qkv) and projection.qkv.dtype is not torch.float64:
+    in_kernel = projection.qkv.dtype is not torch.float64 and not _is_e4m3(cache)
+    if runs_kernels(projection.qkv) and in_kernel:
         from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda  # Triton
 
         return write_qkv_cuda(projection, cache, shape)
@@ -120,7 +126,7 @@ def attend_projection(
     table. If some request has more than MOST_FUSED_ROWS rows, requests may read keys and values
     that others of the call write. A piecewise capture leaves the attention eager.
     """
-    narrow = projection.qkv.element_size() < 8
+    narrow = projection.qkv.element_size() < 8 and not _is_e4m3(cache)
     if isinstance(plan, DevicePlan) and narrow and fits_decode(plan):
         args = projection, cache, plan, shape, writes
         if rounding is None or not fits_rounding(plan.shape, projection.qkv.shape[0], rounding):
@@ -128,7 +134,11 @@ def attend_projection(
         numbers, scales = breaks.run(_attend_fused, *args, rounding)
         return RoundedRows(numbers, scales, projection.qkv.dtype)
     query = write_qkv(projection, cache if writes else None, shape)
-    return paged_attention(query, cache, plan)
+    return paged_attention(query, cache, plan, shape.kv_scales)
+
+
+def _is_e4m3(cache: Tensor | None) -> bool:
+    return cache is not None and cache.dtype is E4M3
 
 
 def _attend_fused(

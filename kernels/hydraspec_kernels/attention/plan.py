@@ -90,6 +90,8 @@ class QkvShape:
     # Norm weights of all normed heads, [heads, H], which `write_qkv_cpu` reads. None: the reference
     # runs on the CPU, in the order of rounding that narrow types need.
     gain: NormGain | None = None
+    # [2, Hkv] float32, scales of keys, then values, in an e4m3 cache; unread with other caches.
+    kv_scales: Tensor | None = None
 
     @property
     def has_norms(self) -> bool:
@@ -125,7 +127,7 @@ class Projection:
             assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
         if cache is not None:
             assert cache.is_contiguous(), "tokens of the cache are contiguous"
-            assert cache.dtype is self.qkv.dtype
+            assert cache.dtype is self.qkv.dtype or shape.kv_scales is not None
         if writes:
             assert cache is not None
             assert cache.shape[1:] == (2, shape.num_kv_heads, size), cache.shape
