@@ -34,7 +34,8 @@ class EngineInfo:
     max_memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
-    quantization: Mapping[str, str] | None = None  # of the target by kind; None: all is float
+    # Of the target by kind, its "kv_cache" too if that is not in dtype; None: all is float.
+    quantization: Mapping[str, str] | None = None
     costs: CostTable | None = None  # decode step costs, if K is chosen by these
     warnings: list[str] = field(default_factory=list)
 

@@ -35,7 +35,7 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
         _allocate(model, schemes, where)
         stated = read_schemes(checkpoint.config, where) if schemes else None
         if stated is not None:
-            model.quantization_notes = stated.notes
+            model.kv_cache_note = stated.kv_note
     if weights == "random":
         _randomise_model(model, seed)
     else:

@@ -11,9 +11,10 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from hydraspec_kernels.attention import E4M3
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
-from hydraspec.config.schema import MethodConfig, RunConfig
+from hydraspec.config.schema import KVDtype, MethodConfig, RunConfig
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import (
@@ -25,6 +26,7 @@ from hydraspec.engine.cache.sizing import (
 )
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.kv_scales import scale_kv
 from hydraspec.engine.run.rank_check import RankCheck
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
@@ -56,6 +58,10 @@ ROWS_STAY = (
     "method.options.min_survival leaves drafts out of verification, but saves no rows of a step, "
     "since steps are scheduled before the results of the last one are in: "
     "engine.async_scheduling=false with one pipeline stage saves them"
+)
+KV_IS_ROUNDED = (
+    "engine.kv_cache.dtype=fp8 rounds keys and values to e4m3: outputs may differ from those of a "
+    "cache in {}, in the baseline as with drafts"
 )
 
 
@@ -105,6 +111,9 @@ def load(config: RunConfig) -> Loaded:
         )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
+    if config.engine.kv_cache.dtype is KVDtype.fp8:
+        with _timed("scales of the KV cache", device):
+            scale_kv(target, config, ranks.link, ranks.control)
     with _timed("drafter's weights", device):
         speculator = loaded_drafter(speculator, target, config, ranks.link)
     tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
@@ -339,7 +348,11 @@ def _info(
     stored = getattr(target, "quantization", None)  # a plugin's target may not say
     if stored is not None:
         log.info("target: quantization=%s", stored)
-        notes += getattr(target, "quantization_notes", ())
+    if any(each.dtype is E4M3 for each in kv.specs):
+        notes.append(KV_IS_ROUNDED.format(config.target.dtype.value))
+        stored = {**(stored or {}), "kv_cache": "fp8 KV cache"}
+    elif note := getattr(target, "kv_cache_note", ""):
+        notes.append(note)
     if spec is not None:
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)

@@ -46,6 +46,7 @@ from hydraspec_kernels.runtime import breaks
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
+    "E4M3",
     "MOST_FUSED_ROWS",
     "AttentionPlan",
     "DevicePlan",
