@@ -3,6 +3,7 @@ same in every engine and on every rank."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from deepseek_oracle import deepseek_config
-from fuzz_stages import RANDOM_GEMMAS
+from fuzz_stages import RANDOM_GEMMAS, Pair, stage
 from safetensors.torch import save_file
 from scenarios import (
     KNOWN_TOKENS,
@@ -23,6 +24,8 @@ from scenarios import (
     seeded,
     uncached_continuations,
 )
+from side_by_side import assert_same_run, run_alone
+from staged import assert_same_everywhere, config_of, run_over
 from thread_ranks import as_ranks
 from tiny_targets import (
     assistant_config,
@@ -32,7 +35,7 @@ from tiny_targets import (
     write_folder,
 )
 
-from hydraspec.config.schema import KVDtype, RunConfig
+from hydraspec.config.schema import Dtype, KVDtype, RunConfig
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run.kv_scales import calibrated, power_of_two_scales, scale_kv
 from hydraspec.engine.run.loading import load as load_engine
@@ -190,6 +193,29 @@ def test_ranks_have_the_scales_of_one_rank(tmp_path: Path, layout: Layout) -> No
             assert torch.equal(scale, whole[i][:, heads.first : heads.first + heads.count]), i
             seen.add(i)
     assert seen == whole.keys()
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        Pair("random sliding", "gemma4_mtp", "assistant"),
+        pytest.param(
+            Pair("random eagle3 on qwen3", "eagle3", "drafter"), marks=pytest.mark.slow, id="eagle3"
+        ),
+    ],
+    ids=["gemma4_mtp", None],
+)
+def test_ranks_and_stages_choose_the_tokens_of_one_rank(pair: Pair) -> None:
+    config = fp8(config_of(pair, Dtype.float64, max_num_seqs=4, max_num_batched_tokens=24))
+    prompts = stage(pair.stage, Dtype.float64).prompts
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    requests = [
+        Request(index=i, id=str(i), sampling=sampling, prompt_token_ids=list(prompt[:30]))
+        for i, prompt in enumerate(prompts[:5])
+    ]
+    wanted = run_alone(NativeEngine(copy.deepcopy(config)), requests)
+    found = assert_same_everywhere(run_over(Layout(tensor=2, pipeline=2), config, requests))
+    assert_same_run(found, wanted)
 
 
 def test_scales_are_powers_of_two_with_headroom() -> None:

@@ -15,7 +15,7 @@ from hydraspec_kernels.attention import E4M3
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
 from hydraspec.config.schema import KVDtype, MethodConfig, RunConfig
-from hydraspec.engine.base import EngineInfo
+from hydraspec.engine.base import KV_IS_ROUNDED, EngineInfo, with_fp8_cache
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import (
     Models,
@@ -58,10 +58,6 @@ ROWS_STAY = (
     "method.options.min_survival leaves drafts out of verification, but saves no rows of a step, "
     "since steps are scheduled before the results of the last one are in: "
     "engine.async_scheduling=false with one pipeline stage saves them"
-)
-KV_IS_ROUNDED = (
-    "engine.kv_cache.dtype=fp8 rounds keys and values to e4m3: outputs may differ from those of a "
-    "cache in {}, in the baseline as with drafts"
 )
 
 
@@ -350,7 +346,7 @@ def _info(
         log.info("target: quantization=%s", stored)
     if any(each.dtype is E4M3 for each in kv.specs):
         notes.append(KV_IS_ROUNDED.format(config.target.dtype.value))
-        stored = {**(stored or {}), "kv_cache": "fp8 KV cache"}
+        stored = with_fp8_cache(stored)
     elif note := getattr(target, "kv_cache_note", ""):
         notes.append(note)
     if spec is not None:
