@@ -186,6 +186,7 @@ class KVGroupSpec:
     name: str  # "full" or "sliding"
     layers: tuple[int, ...]  # indices into KVCache.caches: target layers, then a drafter's own
     shape: GroupShape
+    dtype: torch.dtype | None = None  # of keys and values in the cache; None: the target's
     num_following_tokens: int = 0  # later tokens a row's KV depends on: a draft row t reads t + 1
 
     @property

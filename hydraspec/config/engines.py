@@ -10,7 +10,7 @@ from typing import Any
 
 from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule
-from hydraspec.config.schema import AUTO, Device, Dtype, ParallelismConfig, RunConfig
+from hydraspec.config.schema import AUTO, Device, Dtype, KVDtype, ParallelismConfig, RunConfig
 
 TIMEOUT_S = ParallelismConfig(name="").timeout_s
 NATIVE, VLLM = "native", "vllm"
@@ -172,6 +172,13 @@ _RULES = (
     ),
 )
 _CACHE = (
+    Rule(
+        "engine.kv_cache.dtype",
+        lambda dtype, c: dtype is KVDtype.auto or c.target.dtype is not Dtype.float64,
+        "auto with target.dtype=float64",
+        "is not available with target.dtype=float64, whose runs are exact",
+        "leave the key out, or choose another target.dtype",
+    ),
     Rule(
         "engine.kv_cache.block_size",
         lambda size, c: _is_block_size(size),

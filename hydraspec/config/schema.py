@@ -36,6 +36,14 @@ class Dtype(Enum):
     float16 = "float16"
 
 
+class KVDtype(Enum):
+    """The type of the target's keys and values in the cache: auto is target.dtype, fp8 e4m3 numbers
+    with a scale for each layer and KV head."""
+
+    auto = "auto"
+    fp8 = "fp8"
+
+
 class DraftSampling(Enum):
     """Choice of a draft token: the most likely one, or a sample."""
 
@@ -115,8 +123,9 @@ class MethodConfig:
 
 @dataclass(slots=True, kw_only=True)
 class KVCacheConfig:
-    """engine.kv_cache: block size and memory of the paged cache."""
+    """engine.kv_cache: type, block size and memory of the paged cache."""
 
+    dtype: KVDtype = KVDtype.auto
     block_size: int = 16
     block_sizes: dict[str, int] = field(default_factory=dict)  # of some KV groups, by their names
     memory_gib: float | None = None  # null: enough for max_num_seqs requests, within free memory

@@ -12,6 +12,17 @@ from hydraspec.engine.costs import CostTable
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, Span, StepRecord
 
+KV_CACHE = "kv_cache"  # of EngineInfo.quantization
+KV_IS_ROUNDED = (  # a warning
+    "engine.kv_cache.dtype=fp8 rounds keys and values to e4m3: outputs may differ from those of a "
+    "cache in {}, in the baseline as with drafts"
+)
+
+
+def with_fp8_cache(quantization: Mapping[str, str] | None) -> dict[str, str]:
+    """EngineInfo.quantization of a target whose keys and values are kept in e4m3."""
+    return {**(quantization or {}), KV_CACHE: "fp8 KV cache"}
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineInfo:
@@ -34,7 +45,8 @@ class EngineInfo:
     max_memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
-    quantization: Mapping[str, str] | None = None  # of the target by kind; None: all is float
+    # Of the target by kind, its "kv_cache" too if that is not in dtype; None: all is float.
+    quantization: Mapping[str, str] | None = None
     costs: CostTable | None = None  # decode step costs, if K is chosen by these
     warnings: list[str] = field(default_factory=list)
 

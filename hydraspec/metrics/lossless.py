@@ -33,10 +33,12 @@ SEE_ERRORS = 'see "error" in requests.jsonl'
 
 
 def rounds_inputs(quantization: Mapping[str, str] | None, dtype: str) -> bool:
-    """Returns whether a target with these schemes by module kind rounds inputs to e4m3 numbers, of
-    which another order of summation may give the neighbour: in every dtype but float64."""
-    schemes = (quantization or {}).values()
-    return dtype != EXACT and any(", inputs " in scheme for scheme in schemes)
+    """Returns whether a target with these schemes by module kind rounds inputs, or keys and values,
+    to e4m3 numbers, of which another order of summation may give the neighbour: in every dtype but
+    float64."""
+    schemes = quantization or {}
+    rounds = "kv_cache" in schemes or any(", inputs " in scheme for scheme in schemes.values())
+    return dtype != EXACT and rounds
 
 
 def verdict_words(lossless: Lossless) -> str:

@@ -75,6 +75,7 @@ class Attention(Weights):
         )
         self.q_norm = place.empty(size) if shape.qk_norm else None
         self.k_norm = place.empty(size) if shape.qk_norm and kv else None
+        self.kv_scales: Tensor | None = None  # [2, Hkv] float32, of an e4m3 cache
 
     @cached_property
     def heads(self) -> QkvShape:
@@ -91,8 +92,16 @@ class Attention(Weights):
             k_weight=self.k_norm,
             value_norm=shape.value_norm,
             k_eq_v=shape.k_eq_v,
+            kv_scales=self.kv_scales,
         )
         return with_gain(heads) if self.uses_cpu_norms else heads
+
+    def use_kv_scales(self, scales: Tensor) -> None:
+        """Takes the scales [2, Hkv] of keys and values in an e4m3 cache: of this layer, or of the
+        layer whose cache it reads.
+        """
+        self.kv_scales = scales
+        self.__dict__.pop("heads", None)
 
     @property
     def rounding_before(self) -> Rounding | None:
@@ -108,11 +117,14 @@ class Attention(Weights):
         qkv = self.qkv.forward(x)
         if shared.query_scale is not None:
             qkv[:, : self.shape.num_heads * self.shape.head_dim].mul_(shared.query_scale)
+        heads = self.heads
+        if shared.kv_scales is not None:
+            heads = replace(heads, kv_scales=shared.kv_scales)
         attended = attend_projection(
             Projection(qkv, shared.cos, shared.sin, shared.cache_rows, shared.has_padding),
             cache,
             shared.plan,
-            self.heads,
+            heads,
             writes=not self.shape.shares_kv,
             rounding=self.out.rounding_before,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,8 @@ class TargetModel(Protocol):
     held: range  # the layers of this pipeline stage, counted in all num_layers
     table: Table  # token embedding, unscaled
     head: Table  # output projection; the same where the two are tied
+    # [2, Hkv] float32 by layer that owns KV, of keys, then values, if the cache is in e4m3; else {}
+    kv_scales: Mapping[int, Tensor]
     block_size: BlockSize  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:

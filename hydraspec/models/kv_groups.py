@@ -61,6 +61,8 @@ class GroupPass:
     cache_rows: Tensor  # [T] to write, -1 for rows that write none
     has_padding: bool = False  # known on the host: cache_rows may contain -1
     query_scale: Tensor | None = None  # [T, 1] factors of queries; None: all are 1
+    # [2, Hkv], of another model's e4m3 cache that all layers of the group read; None: a layer's own
+    kv_scales: Tensor | None = None
     _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
 
     def write(self, cache: Tensor, rows: Tensor) -> None:

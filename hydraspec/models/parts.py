@@ -99,12 +99,15 @@ class Weights:
             None has no weights.
         quantization: of a whole model, how its quantised matrices are stored, by kind, such as
             "q_proj"; None: all are in float.
-        quantization_notes: of a whole model, what its config announces and is not applied.
+        quantization_notes: of a whole model, what a user should know of its files' formats.
+        kv_cache_note: of a whole model, on a kv_cache_scheme that its config announces and a cache
+            in the model's type does not apply; empty: there is none.
     """
 
     names: Mapping[str, str] = {}
     quantization: Mapping[str, str] | None = None
     quantization_notes: tuple[str, ...] = ()
+    kv_cache_note: str = ""
 
     def tensors(self) -> Tensors:
         """Weights by their names in the checkpoint below this part, in the checkpoint's layout."""

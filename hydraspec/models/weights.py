@@ -39,7 +39,9 @@ def fill(model: Weights, checkpoint: Checkpoint, *, weights: str, seed: int) -> 
             notes = _kept_in_float(checkpoint, model, schemes) if stored else (_all_float(where),)
         _allocate(model, schemes, where)
         stated = read_schemes(checkpoint.config, where) if schemes else None
-        model.quantization_notes = (*notes, *(() if stated is None else stated.notes))
+        model.quantization_notes = notes
+        if stated is not None:
+            model.kv_cache_note = stated.kv_note
     if weights == "random":
         _randomise_model(model, seed)
     else:

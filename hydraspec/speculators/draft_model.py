@@ -104,6 +104,8 @@ class DraftModelSpeculator(BaseSpeculator):
         stored = getattr(self.head, "quantization", None)  # heads of plugins may have none
         if stored is not None:
             notes = (*self.head.spec.notes, *self.head.quantization_notes)
+            if self.head.kv_cache_note:
+                notes = (*notes, self.head.kv_cache_note)
             self.head.spec = replace(self.head.spec, quantization=stored, notes=notes)
         self.spec = self.head.spec
         self.aux_layer_ids = self.head.spec.aux_layer_ids

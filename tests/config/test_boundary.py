@@ -96,6 +96,7 @@ def test_plain_values_only():
     plain = to_dict(one("target.dtype=bfloat16", "engine.kv_cache.memory_gib=2"))
     assert plain["target"]["dtype"] == Dtype.bfloat16.value
     assert plain["engine"]["kv_cache"] == {
+        "dtype": "auto",
         "block_size": 16,
         "block_sizes": {},
         "memory_gib": 2.0,

@@ -15,7 +15,7 @@ from side_by_side import assert_same_run, run_alone
 from staged import assert_same_everywhere, config_of, run_over
 from step_ahead import Watch
 
-from hydraspec.config.schema import Dtype, RunConfig
+from hydraspec.config.schema import Dtype, KVDtype, RunConfig
 from hydraspec.engine.native import NativeEngine
 from hydraspec.parallel.layout import Layout
 from hydraspec.types import Request, SamplingParams
@@ -67,9 +67,17 @@ def run_kernels(
         return assert_same_everywhere(run_over(layout, config, requests)), kernels
 
 
-def check(pair: Pair, layout: Layout, mode: str, patch: pytest.MonkeyPatch, most: int = 6) -> None:
+def check(
+    pair: Pair,
+    layout: Layout,
+    mode: str,
+    patch: pytest.MonkeyPatch,
+    most: int = 6,
+    kv: KVDtype = KVDtype.auto,
+) -> None:
     num_seqs = 2 * layout.pipeline  # two a step: one alone is contiguous, whatever its strides
     config, requests = small_config(pair, num_seqs), few_requests(pair, num_seqs + 1, most)
+    config.engine.kv_cache.dtype = kv
     wanted = run_alone(NativeEngine(copy.deepcopy(config)), requests)
     config.cudagraph.name, config.cudagraph.capture_sizes = mode, [1, 2]
     config.engine.async_scheduling = True
@@ -84,6 +92,14 @@ def test_stages_of_kernels_choose_the_tokens_of_references(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check(QUICK, Layout(pipeline=2), "none", monkeypatch, most=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", OF_RANKS[:2], ids=name)
+def test_kernels_over_an_fp8_cache_choose_the_tokens_of_references(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(pair, Layout(), "full", monkeypatch, most=3, kv=KVDtype.fp8)
 
 
 @pytest.mark.slow

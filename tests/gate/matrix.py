@@ -104,6 +104,32 @@ def typed_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
     ]
 
 
+def rounded_kv_cells() -> list[Cell]:
+    """Runs over an FP8 cache, in bfloat16 as those of targets whose activations are rounded. 104
+    rows a step cut prompts into chunks, which the paged kernel attends."""
+    wanted = (
+        ("tiny_gemma4", "gemma4_mtp", "full", "104"),
+        ("tiny_gemma4", "eagle3", "piecewise", "2048"),
+        ("tiny_qwen3", "eagle3", "full_and_piecewise", "2048"),
+    )
+    return [
+        Cell(
+            name=f"kv_fp8-{target}-{method}-{graphs}-bfloat16",
+            overrides=(
+                f"target={target}",
+                f"method={method}",
+                "target.dtype=bfloat16",
+                "engine.kv_cache.dtype=fp8",
+                f"cudagraph={graphs}",
+                f"engine.max_num_batched_tokens={rows}",
+                f"workload.limit={COVERED_REQUESTS}",
+            ),
+            dtype="bfloat16",
+        )
+        for target, method, graphs, rows in wanted
+    ]
+
+
 def factors(found: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """What the covering set crosses."""
     return {

@@ -13,6 +13,7 @@ from matrix import (
     factors,
     is_quantised,
     pairs,
+    rounded_kv_cells,
     typed_cells,
 )
 
@@ -65,6 +66,15 @@ def test_cells_say_what_their_rows_say():
     assert {cell.is_greedy for cell in cells} == {True, False}
     settings = {cell.overrides[2:-10] for cell in cells}
     assert len(settings) >= len(SAMPLING)
+
+
+def test_cells_over_an_fp8_cache_have_twins_over_one():
+    cells = rounded_kv_cells()
+    others = {cell.name for cell in [*typed_cells(PAIRS), *COVERED]}
+    assert not others & {cell.name for cell in cells}
+    for cell in cells:
+        (config,) = [job.config for job in plan([*cell.mirrored.overrides, "tracker=none"]).jobs]
+        assert (config.engine.kv_cache.dtype.value, config.target.dtype.value) == ("fp8", "float32")
 
 
 @pytest.mark.parametrize("index", [0, 20, 40])

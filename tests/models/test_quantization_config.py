@@ -229,10 +229,9 @@ def test_the_output_layer_is_float_unless_a_list_says_otherwise() -> None:
 
 def test_a_scheme_of_the_cache_is_noted() -> None:
     found = read(compressed(group(CHANNEL, TOKEN), kv_cache_scheme=INPUT_TENSOR))
-    (note,) = found.notes
-    assert "kv_cache_scheme" in note
-    assert "folder" in note
-    assert read(compressed(group(CHANNEL, TOKEN), kv_cache_scheme=None)).notes == ()
+    assert "kv_cache_scheme" in found.kv_note
+    assert "folder" in found.kv_note
+    assert read(compressed(group(CHANNEL, TOKEN), kv_cache_scheme=None)).kv_note == ""
 
 
 def changed(**keys: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import torch
 
 from hydraspec.adapters.vllm.loading import VllmParts, load_parts
 from hydraspec.adapters.vllm.steps import Part, StepStats, drafts_of, share_out
-from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.config.schema import KVDtype, RunConfig
+from hydraspec.engine.base import KV_IS_ROUNDED, Engine, EngineInfo, with_fp8_cache
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.schedule.admission import Pending
@@ -258,6 +258,9 @@ def _info(parts: VllmParts) -> EngineInfo:
     if parts.stats is None:
         why = "engine.vllm.record_steps=false" if config.parallelism.data == 1 else "data parallel"
         warnings.append(NOT_RECORDED.format(why=why))
+    has_fp8_cache = config.engine.kv_cache.dtype is KVDtype.fp8
+    if has_fp8_cache:
+        warnings.append(KV_IS_ROUNDED.format(config.target.dtype.value))
     warnings += parts.warnings
     for warning in warnings:
         log.warning("%s", warning)
@@ -275,7 +278,7 @@ def _info(parts: VllmParts) -> EngineInfo:
         cudagraph=_cudagraph(config.cudagraph.name, parts.cudagraph_mode, drafts),
         prefix_caching=_prefix_caching(parts),
         memory_bytes=parts.memory_bytes,
-        quantization=parts.quantization,
+        quantization=with_fp8_cache(parts.quantization) if has_fp8_cache else parts.quantization,
         draft_spec={"drafter": config.method.checkpoint, "read_by": "vllm"} if drafts else None,
         warnings=warnings,
     )

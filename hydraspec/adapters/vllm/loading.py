@@ -226,6 +226,7 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
         "generation_config": "vllm",  # requests set all sampling parameters
         "language_model_only": True,
         "dtype": config.target.dtype.value,
+        "kv_cache_dtype": engine.kv_cache.dtype.value,
         "max_model_len": config.target.max_model_len,
         "seed": config.seed % MAX_SEED,
         "max_num_seqs": engine.max_num_seqs,

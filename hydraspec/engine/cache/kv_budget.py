@@ -57,8 +57,8 @@ class CacheSize:
 
 
 def row_bytes(spec: KVGroupSpec, dtype: torch.dtype) -> int:
-    """Bytes one token takes in one group, over all its layers."""
-    return len(spec.layers) * math.prod(spec.shape.page_row) * dtype.itemsize
+    """Bytes one token takes in one group, over all its layers; dtype is the target's."""
+    return len(spec.layers) * math.prod(spec.shape.page_row) * (spec.dtype or dtype).itemsize
 
 
 def plan_num_blocks(

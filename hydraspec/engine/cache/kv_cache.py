@@ -71,7 +71,8 @@ class KVCache:
         device: torch.device,
         prefix_root: bytes | None = None,
     ) -> None:
-        """prefix_root: start of the keys of cached blocks; None: no blocks are cached."""
+        """dtype: of groups that name none. prefix_root: start of the keys of cached blocks; None:
+        no blocks are cached."""
         self.specs = list(specs)
         self.lease = Lease()
         self._prefix_root = prefix_root
@@ -85,7 +86,7 @@ class KVCache:
             spec = group.spec
             shape = (group.num_blocks * spec.block_size, *spec.shape.page_row)
             for layer in spec.layers:
-                self.caches[layer] = torch.zeros(shape, dtype=dtype, device=device)
+                self.caches[layer] = torch.zeros(shape, dtype=spec.dtype or dtype, device=device)
 
     def _start_over(self, num_slots: int) -> None:
         self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group

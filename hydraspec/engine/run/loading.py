@@ -11,10 +11,11 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from hydraspec_kernels.attention import E4M3
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
-from hydraspec.config.schema import MethodConfig, RunConfig
-from hydraspec.engine.base import EngineInfo
+from hydraspec.config.schema import KVDtype, MethodConfig, RunConfig
+from hydraspec.engine.base import KV_IS_ROUNDED, EngineInfo, with_fp8_cache
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import (
     Models,
@@ -25,6 +26,7 @@ from hydraspec.engine.cache.sizing import (
 )
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.kv_scales import scale_kv
 from hydraspec.engine.run.rank_check import RankCheck
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
@@ -106,6 +108,9 @@ def load(config: RunConfig) -> Loaded:
         )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
+    if config.engine.kv_cache.dtype is KVDtype.fp8:
+        with _timed("scales of the KV cache", device):
+            scale_kv(target, config, ranks.link, ranks.control)
     with _timed("drafter's weights", device):
         speculator = loaded_drafter(speculator, target, config, ranks.link)
     tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
@@ -349,6 +354,11 @@ def _info(
     if stored is not None:
         log.info("target: quantization=%s", stored)
         notes += getattr(target, "quantization_notes", ())
+    if any(each.dtype is E4M3 for each in kv.specs):
+        notes.append(KV_IS_ROUNDED.format(config.target.dtype.value))
+        stored = with_fp8_cache(stored)
+    elif note := getattr(target, "kv_cache_note", ""):
+        notes.append(note)
     if spec is not None:
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)

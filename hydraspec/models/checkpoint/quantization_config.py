@@ -74,13 +74,13 @@ class Schemes:
     Attributes:
         label: method and format, for messages.
         ignored: modules that are not quantised, whatever `targets` say; as the config names them.
-        notes: what the config announces and is not applied.
+        kv_note: on a kv_cache_scheme, for caches in the model's type; empty: there is none.
     """
 
     label: str
     targets: Modules[Scheme]
     ignored: Modules[str] = Modules()
-    notes: tuple[str, ...] = ()
+    kv_note: str = ""
 
     def of(self, module: str) -> Scheme | None:
         """The scheme of a matrix by its module's name in the file; None: it is not quantised. A
@@ -151,17 +151,17 @@ def _compressed_tensors(keys: ConfigReader, values: Mapping[str, Any]) -> Scheme
             raise CheckpointError(f"{error} (the group's modules: {shown(targets)})") from None
         schemes |= dict.fromkeys(targets, scheme)
     ignored = _texts(keys.where, "ignore", values.get("ignore") or [])
-    notes: tuple[str, ...] = ()
+    kv_note = ""
     if values.get("kv_cache_scheme"):
-        notes = (
+        kv_note = (
             f"{KEY}.kv_cache_scheme of {keys.where!r} is not applied: keys and values are kept "
-            "unrounded, in the target's type",
+            "unrounded, in the target's type"
         )
     return Schemes(
         label=str(values.get("format") or "compressed-tensors"),
         targets=_modules(schemes, keys.where),
         ignored=_modules({text: text for text in ignored}, keys.where),
-        notes=notes,
+        kv_note=kv_note,
     )
 
 

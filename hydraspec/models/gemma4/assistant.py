@@ -165,7 +165,9 @@ class Gemma4Assistant(Weights):
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
             cos, sin = rope_table(positions, self.frequencies[kind], dtype)
             # No layer writes KV, so nothing reads the cache rows.
-            context.passes[kind] = GroupPass(cos, sin, hold_kv(plan, cache), positions)
+            scales = self.target.kv_scales.get(spec.layers[-1])
+            held = hold_kv(plan, cache, scales)
+            context.passes[kind] = GroupPass(cos, sin, held, positions, kv_scales=scales)
             context.caches[kind] = cache
         return context
 

@@ -160,7 +160,7 @@ def read_texts(target: TargetModel, texts: Sequence[Text], *, k: int, keep: Sequ
     for spec in specs:
         for layer in spec.layers:
             shape = (num_blocks * BLOCK, *spec.shape.page_row)
-            caches[layer] = torch.zeros(shape, dtype=target.dtype, device=device)
+            caches[layer] = torch.zeros(shape, dtype=spec.dtype or target.dtype, device=device)
     final, aux = target.forward(rows, caches, keep)
     chains = _chains(texts, first_row, rows.input_ids, k)
     return Texts(

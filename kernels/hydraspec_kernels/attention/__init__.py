@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.attention.cpu import hold_kv, paged_attention_cpu, with_gain, write_qkv_cpu
+from hydraspec_kernels.attention.e4m3 import E4M3
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     DevicePlan,
@@ -45,6 +46,7 @@ from hydraspec_kernels.runtime import breaks
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
+    "E4M3",
     "MOST_FUSED_ROWS",
     "AttentionPlan",
     "DevicePlan",
@@ -64,20 +66,27 @@ __all__ = [
 ]
 
 
-def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+def paged_attention(
+    query: Tensor, cache: Tensor, plan: AttentionPlan, kv_scales: Tensor | None = None
+) -> Tensor:
     """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] (contiguous) -> [T, Hq * H].
 
     A latent plan reads cache [rows, 1, H] and yields [T, Hq * latent_dim]. A piecewise capture
-    leaves this call eager.
+    leaves this call eager. A cache in e4m3 holds numbers to be multiplied by kv_scales [2, Hkv] in
+    float32, those of keys, then of values.
     """
-    return breaks.run(_attend, query, cache, plan)
+    return breaks.run(_attend, query, cache, plan, kv_scales)
 
 
-def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan, kv_scales: Tensor | None) -> Tensor:
     if isinstance(plan, TiledPlan):
-        return paged_attention_cpu(query, cache, plan)
+        return paged_attention_cpu(query, cache, plan, kv_scales)
     if query.dtype is torch.float64:  # the kernels add up in float32
-        return planned_attention_reference(query, cache, plan)
+        return planned_attention_reference(query, cache, plan, kv_scales)
+    if cache.dtype is E4M3:  # of the kernels that may be chosen, the others copy it unconverted
+        from hydraspec_kernels.attention.paged_kernel import paged_attention_kernel
+
+        return paged_attention_kernel(query, cache, plan, kv_scales)
     if fits_latent(query, plan):
         from hydraspec_kernels.attention.latent_kernel import latent_attention_kernel as run
     elif fits_prefill(query, plan):
@@ -128,7 +137,7 @@ def attend_projection(
         numbers, scales = breaks.run(_attend_fused, *args, rounding)
         return RoundedRows(numbers, scales, projection.qkv.dtype)
     query = write_qkv(projection, cache if writes else None, shape)
-    return paged_attention(query, cache, plan)
+    return paged_attention(query, cache, plan, shape.kv_scales)
 
 
 def _attend_fused(

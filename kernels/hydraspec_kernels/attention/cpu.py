@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.attention.e4m3 import E4M3, read_kv, round_kv, store_rows, take_rows
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     GroupShape,
@@ -26,9 +27,18 @@ from hydraspec_kernels.norms.cpu import NormGain, unit_norm_
 from hydraspec_kernels.rope.reference import apply_rope_reference
 
 
-def gather_kv(cache: Tensor, shape: GroupShape, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Transposed keys [b * Hkv, H, L] and values [b * Hkv, L, Hv] of a tile."""
-    both = cache.view(-1, shape.head_dim).index_select(0, tile.kv_index)
+def gather_kv(
+    cache: Tensor, shape: GroupShape, tile: Tile, kv_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Transposed keys [b * Hkv, H, L] and values [b * Hkv, L, Hv] of a tile, in the mask's type."""
+    if cache.dtype is E4M3:
+        assert kv_scales is not None
+        heads = (tile.num_requests, shape.num_kv_heads, tile.num_keys * shape.head_dim)
+        numbers = take_rows(cache.view(-1, shape.head_dim), tile.kv_index).view(2, *heads)
+        both = read_kv(numbers.transpose(0, 1), kv_scales, tile.mask.dtype)
+        both = both.transpose(0, 1).contiguous()
+    else:
+        both = cache.view(-1, shape.head_dim).index_select(0, tile.kv_index)
     n, keys, dim = tile.num_requests * shape.num_kv_heads, tile.num_keys, shape.head_dim
     # Keys, then values. as_strided does in two calls what takes four with view and transpose.
     block = keys * dim
@@ -60,21 +70,24 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, shape: GroupShape, tile:
     return out.reshape(b * rows, shape.num_heads * dim)
 
 
-def hold_kv(plan: AttentionPlan, cache: Tensor) -> AttentionPlan:
+def hold_kv(plan: AttentionPlan, cache: Tensor, kv_scales: Tensor | None = None) -> AttentionPlan:
     """A plan for several passes over a cache that none of them writes: on the CPU its keys and
-    values are gathered once, here.
+    values are gathered once, here. kv_scales [2, Hkv] are those of an e4m3 cache.
     """
     if isinstance(plan, TiledPlan):
-        return replace(plan, held=[gather_kv(cache, plan.shape, tile) for tile in plan.tiles])
+        held = [gather_kv(cache, plan.shape, tile, kv_scales) for tile in plan.tiles]
+        return replace(plan, held=held)
     return plan
 
 
-def paged_attention_cpu(query: Tensor, cache: Tensor, plan: TiledPlan) -> Tensor:
+def paged_attention_cpu(
+    query: Tensor, cache: Tensor, plan: TiledPlan, kv_scales: Tensor | None = None
+) -> Tensor:
     """Attention of query [T, Hq, H] -> [T, Hq * Hv]; see `attention.paged_attention`."""
     shape = plan.shape
     if len(plan.tiles) == 1:
         tile = plan.tiles[0]
-        keys, values = plan.held[0] if plan.held else gather_kv(cache, shape, tile)
+        keys, values = plan.held[0] if plan.held else gather_kv(cache, shape, tile, kv_scales)
         return attend(query, keys, values, shape, tile)
     width = shape.num_heads * (shape.latent_dim or shape.head_dim)
     out = query.new_empty(plan.num_rows, width)
@@ -83,7 +96,7 @@ def paged_attention_cpu(query: Tensor, cache: Tensor, plan: TiledPlan) -> Tensor
         part = slice(tile.row_start, tile.row_stop)
         by_request = (tile.num_requests, tile.rows_per_request)
         q = query[rows].unflatten(0, by_request)[:, part].flatten(0, 1)
-        keys, values = plan.held[i] if plan.held else gather_kv(cache, shape, tile)
+        keys, values = plan.held[i] if plan.held else gather_kv(cache, shape, tile, kv_scales)
         done = attend(q, keys, values, shape, tile).view(tile.num_requests, -1, width)
         out[rows].view(*by_request, width)[:, part] = done
     return out
@@ -120,5 +133,8 @@ def write_qkv_cpu(projection: Projection, cache: Tensor | None, shape: QkvShape)
         both = heads[:, n:].view(-1, 2, kv, size)
     else:
         both = torch.stack((heads[:, n:], values), 1)
-    cache.index_copy_(0, projection.cache_rows, both)
+    if cache.dtype is E4M3:
+        assert shape.kv_scales is not None
+        both = round_kv(both, shape.kv_scales)
+    store_rows(cache, projection.cache_rows, both)
     return heads[:, :n]

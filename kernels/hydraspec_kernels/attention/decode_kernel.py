@@ -129,6 +129,7 @@ def _decode_kernel(
     cos,  # [T, H]
     sin,  # [T, H]
     cache_rows,  # [T]
+    kv_scales,  # [2, Hkv] float32, of an e4m3 cache
     q_weight,  # [H]
     k_weight,  # [H]
     block_table,  # [B, P], rows table_stride apart
@@ -185,8 +186,7 @@ def _decode_kernel(
     k_weight_a, k_weight_b = norm_weights(k_weight, WRITES and K_NORM, 2 * BLOCK_NEW, HALF, BLOCK_H)
     wait_for_inputs(PDL)
     start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
-    last = tl.program_id(0) == (num_requests - 1) * ROW_TILES
-    if not ONE_ROW and last & (split == 0):  # rows after the last request
+    if not ONE_ROW and (split == 0) & (tl.program_id(0) == (num_requests - 1) * ROW_TILES):
         _clear_rest(
             out, scales, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES,
             2 * BLOCK_H, ROUNDED,
@@ -206,8 +206,8 @@ def _decode_kernel(
     )
     if WRITES and limit > length - rows:
         write_new(
-            cache, qkv, cos, sin, cache_rows, k_weight_a, k_weight_b, eps, qkv_stride, kv_head,
-            start, rows, length, begin, limit, NUM_HEADS, NUM_KV_HEADS, HALF,
+            cache, qkv, cos, sin, cache_rows, kv_scales, k_weight_a, k_weight_b, eps, qkv_stride,
+            kv_head, start, rows, length, begin, limit, NUM_HEADS, NUM_KV_HEADS, HALF,
             K_NORM, VALUE_NORM, K_EQ_V, BLOCK_NEW, BLOCK_H,
         )  # fmt: skip
     q_a, q_b, _ = rotate_heads(a, b, c, s, q_weight_a, q_weight_b, eps, Q_NORM, HALF)
@@ -216,7 +216,7 @@ def _decode_kernel(
     row, head = _query_heads(tile, kv_head, QUERIES, BLOCK_M, GROUP)
     inside = (row < rows) & (tl.arange(0, BLOCK_M) % (BLOCK_M // QUERIES) == 0)
     mean_a, mean_b, size = attend_keys(
-        q_a, q_b, keys, table, block, begin, limit, length - rows + row, scale,
+        q_a, q_b, keys, kv_scales, kv_head, table, block, begin, limit, length - rows + row, scale,
         NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TRANSPOSED, PRECISION,
     )  # fmt: skip
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
@@ -297,6 +297,7 @@ def attend_projection_kernel(
         projection.cos,
         projection.sin,
         projection.cache_rows,
+        shape.kv_scales,
         shape.q_weight,
         shape.k_weight if writes else None,
         plan.block_table,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hydraspec_kernels.attention.tiles_kernel import NO_KEY, load_rows
+from hydraspec_kernels.attention.tiles_kernel import NO_KEY, load_rows, times_scale
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _dot(queries, keys, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def attend_keys(
-    q_a, q_b, keys, table, block, begin, limit, position, scale,
+    q_a, q_b, keys, kv_scales, kv_head, table, block, begin, limit, position, scale,
     NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -55,12 +55,14 @@ def attend_keys(
 
     block [BLOCK_N] holds the blocks of the first keys: the block table is read a step ahead, so
     that loads of keys do not wait for it. Keys and values are loaded in halves, all in one layout,
-    so that a thread computes few addresses. TRANSPOSED: queries are columns of scores and sums.
+    so that a thread computes few addresses; e4m3 numbers then become the queries' type. TRANSPOSED:
+    queries are columns of scores and sums.
     """
     VALUES: tl.constexpr = 2 * NUM_KV_HEADS * HALF  # stored after the keys
     BY_KEY: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of the scores that runs over keys
     BY_QUERY: tl.constexpr = 1 - BY_KEY
     newest = tl.minimum(position, limit - 1)
+    scale = times_scale(scale, kv_scales, kv_head)
     top = tl.full([BLOCK_M], NO_KEY, tl.float32)
     if TRANSPOSED:
         q_a, q_b = tl.trans(q_a), tl.trans(q_b)
@@ -79,8 +81,10 @@ def attend_keys(
         block = key_blocks(table, j + BLOCK_N, limit, BLOCK_SIZE)
         k_a = load_rows(keys, at_key, seen, 0, HALF, BLOCK_H)
         k_b = load_rows(keys, at_key, seen, HALF, HALF, BLOCK_H)
+        k_a, k_b = k_a.to(q_a.dtype), k_b.to(q_a.dtype)
         v_a = _load_values(keys, at_key, seen, VALUES, HALF, BLOCK_H, TRANSPOSED)
         v_b = _load_values(keys, at_key, seen, VALUES + HALF, HALF, BLOCK_H, TRANSPOSED)
+        v_a, v_b = v_a.to(q_a.dtype), v_b.to(q_a.dtype)
         if not TRANSPOSED:
             k_a, k_b = tl.trans(k_a), tl.trans(k_b)
         scores = _dot(q_a, k_a, None, TRANSPOSED, PRECISION)
@@ -102,6 +106,7 @@ def attend_keys(
     some = tl.where(whole > 0, whole, 1.0)
     size = tl.where(whole > 0, top + tl.log2(some), NO_KEY)
     inverse = tl.expand_dims(1.0 / some, BY_KEY)
+    inverse = times_scale(inverse, kv_scales, NUM_KV_HEADS + kv_head)
     mean_a, mean_b = acc_a * inverse, acc_b * inverse
     if TRANSPOSED:
         mean_a, mean_b = tl.trans(mean_a), tl.trans(mean_b)

@@ -24,6 +24,7 @@ from hydraspec_kernels.attention.tiles_kernel import (
     find_rows,
     load_rows,
     prefetch_keys,
+    times_scale,
 )
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
@@ -36,6 +37,7 @@ def _attention_kernel(
     partial,  # [T, Hq, S, Hv] float32, then maxima and sums [2, T, Hq, S]; SPLIT only
     query,  # [T, Hq, H], rows query_stride apart
     cache,  # [rows, 2, Hkv, H]; latent: [rows, 1, H]
+    kv_scales,  # [2, Hkv] float32, of an e4m3 cache
     block_table,  # [B, P], rows table_stride apart
     seq_lens,  # [B]
     starts,  # [B+1]; not read with ONE_ROW
@@ -104,21 +106,20 @@ def _attention_kernel(
     q = load_rows(query, at_query, inside, 0, VALUE_DIM, BLOCK_V)
     if BLOCK_R > 0:
         q_rest = load_rows(query, at_query, inside, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
-
     begin, limit = find_keys(
         length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N, MASK
     )
     position = length - rows + row
+    scale = times_scale(scale, kv_scales, kv_head)
     newest = tl.minimum(position if MASK != "block" else tl.maximum(position, limit), limit - 1)
-    top = tl.full([BLOCK_M], NO_KEY, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = tl.full([BLOCK_M], NO_KEY, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for at in tl.range(begin, limit, BLOCK_N):
         j = at + tl.arange(0, BLOCK_N)
         seen = j < limit
         block = tl.load(table + j // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         at_key = (block * BLOCK_SIZE + j % BLOCK_SIZE) * TOKEN
-        k = load_rows(keys, at_key, seen, 0, VALUE_DIM, BLOCK_V)
+        k = load_rows(keys, at_key, seen, 0, VALUE_DIM, BLOCK_V).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if BLOCK_R > 0:
             k_rest = load_rows(keys, at_key, seen, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
@@ -131,10 +132,11 @@ def _attention_kernel(
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
-        v = k if LATENT else load_rows(values, at_key, seen, 0, VALUE_DIM, BLOCK_V)
+        v = k if LATENT else load_rows(values, at_key, seen, 0, VALUE_DIM, BLOCK_V).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
 
+    acc = times_scale(acc, kv_scales, NUM_KV_HEADS + kv_head)
     d = tl.arange(0, BLOCK_V)
     mask = inside[:, None] & (d < VALUE_DIM)[None, :]
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
@@ -151,8 +153,11 @@ def _attention_kernel(
         tl.store(out + at_out[:, None] * VALUE_DIM + d[None, :], result, mask=mask)
 
 
-def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
+def paged_attention_kernel(
+    query: Tensor, cache: Tensor, plan: DevicePlan, kv_scales: Tensor | None = None
+) -> Tensor:
     """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] or [rows, 1, H] -> [T, Hq * Hv].
+    kv_scales [2, Hkv] are those of an e4m3 cache.
 
     A row of the query is contiguous; T may exceed the plan's number of rows.
     """
@@ -179,6 +184,7 @@ def paged_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> Te
         partial,
         query,
         cache,
+        kv_scales,
         plan.block_table,
         plan.seq_lens,
         plan.starts,

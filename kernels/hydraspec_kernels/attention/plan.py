@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.attention.e4m3 import E4M3
 from hydraspec_kernels.norms.cpu import NormGain
 from hydraspec_kernels.runtime.launch import runs_kernels
 
@@ -90,6 +91,8 @@ class QkvShape:
     # Norm weights of all normed heads, [heads, H], which `write_qkv_cpu` reads. None: the reference
     # runs on the CPU, in the order of rounding that narrow types need.
     gain: NormGain | None = None
+    # [2, Hkv] float32, scales of keys, then values, in an e4m3 cache; unread with other caches.
+    kv_scales: Tensor | None = None
 
     @property
     def has_norms(self) -> bool:
@@ -125,7 +128,9 @@ class Projection:
             assert weight is None or (weight.shape == (size,) and weight.is_contiguous())
         if cache is not None:
             assert cache.is_contiguous(), "tokens of the cache are contiguous"
-            assert cache.dtype is self.qkv.dtype
+            assert cache.dtype is (self.qkv.dtype if shape.kv_scales is None else E4M3)
+            scales = shape.kv_scales
+            assert scales is None or (scales.numel() % 2 == 0 and scales.is_contiguous())
         if writes:
             assert cache is not None
             assert cache.shape[1:] == (2, shape.num_kv_heads, size), cache.shape
@@ -182,7 +187,7 @@ class DevicePlan:
     def check(self, query: Tensor, cache: Tensor) -> None:
         """Asserts shapes, strides and dtypes of query [T, Hq, H] and cache that kernels need."""
         shape = self.shape
-        assert query.dtype is cache.dtype
+        assert cache.dtype in (query.dtype, E4M3)
         assert query.shape[1:] == (shape.num_heads, shape.head_dim), query.shape
         assert query.stride()[1:] == (shape.head_dim, 1), "a row's heads are contiguous"
         self.check_cache(cache, query.shape[0])

@@ -12,11 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.attention.e4m3 import E4M3_MAX
 from hydraspec_kernels.attention.plan import Projection, QkvShape
+from hydraspec_kernels.quantised.round_kernel import e4m3_of
 from hydraspec_kernels.rope.kernel import rotate_halves
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
+MOST = tl.constexpr(E4M3_MAX)
 TILE = 1024  # numbers of a program: two warps whose threads have 16 bytes of each half
+
+
+@triton.jit
+def as_cached(x, scale):
+    """Keys or values x as the cache holds them: e4m3 numbers of x / scale; scale None: x."""
+    if scale is None:
+        return x
+    else:
+        return e4m3_of(x.to(tl.float32), scale, MOST, False).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -79,7 +91,7 @@ def rotate_heads(a, b, c, s, weight_a, weight_b, eps, NORM: tl.constexpr, HALF: 
 
 @triton.jit
 def write_new(
-    cache, qkv, cos, sin, cache_rows, weight_a, weight_b, eps, qkv_stride, kv_head,
+    cache, qkv, cos, sin, cache_rows, kv_scales, weight_a, weight_b, eps, qkv_stride, kv_head,
     start, rows, length, begin, limit,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     K_NORM: tl.constexpr, VALUE_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
@@ -102,8 +114,13 @@ def write_new(
     i = _column_indices(2 * BLOCK_NEW, BLOCK_H)
     kept = (mine & (cache_row >= 0))[:, None] & (i < HALF)
     to = cache + (((cache_row * 2 + is_value) * NUM_KV_HEADS + kv_head) * (2 * HALF))[:, None] + i
-    tl.store(to, tl.where(is_value[:, None] != 0, a, rotated_a), mask=kept)
-    tl.store(to + HALF, tl.where(is_value[:, None] != 0, b, rotated_b), mask=kept)
+    scale = None
+    if kv_scales is not None:
+        scale = tl.load(kv_scales + is_value * NUM_KV_HEADS + kv_head)[:, None]
+    first = as_cached(tl.where(is_value[:, None] != 0, a, rotated_a), scale)
+    second = as_cached(tl.where(is_value[:, None] != 0, b, rotated_b), scale)
+    tl.store(to, first, mask=kept)
+    tl.store(to + HALF, second, mask=kept)
 
 
 @triton.jit
@@ -120,6 +137,8 @@ def write_qkv_kernel(
     sin_ptr,
     # [T]
     cache_rows_ptr,
+    # [2, num_kv_heads] float32, of an e4m3 cache
+    kv_scales_ptr,
     # [2 * HALF]
     q_weight_ptr,
     # [2 * HALF]
@@ -189,16 +208,26 @@ def write_qkv_kernel(
         kept = cache_row >= 0
         # A cache row is keys, then values: the order of the heads that follow the queries.
         kv_at = cache_ptr + (cache_row * 2 * num_kv_heads + head - num_heads) * (2 * HALF) + i
+        scale, value_scale = None, None
+        if kv_scales_ptr is not None:
+            is_cached = (head >= num_heads) & (head < heads)
+            scale_at = kv_scales_ptr + head - num_heads
+            scale = tl.load(scale_at, mask=is_cached, other=1.0)
+            if K_EQ_V:
+                value_scale = tl.load(scale_at + num_kv_heads, mask=is_cached, other=1.0)
         if K_EQ_V:
-            tl.store(kv_at, rotated_a, mask=within & is_key & kept)
-            tl.store(kv_at + HALF, rotated_b, mask=within & is_key & kept)
+            own = within & is_key & kept
+            tl.store(kv_at, as_cached(rotated_a, scale), mask=own)
+            tl.store(kv_at + HALF, as_cached(rotated_b, scale), mask=own)
             kv_at += num_kv_heads * (2 * HALF)
-            tl.store(kv_at, value_a, mask=within & is_key & kept)
-            tl.store(kv_at + HALF, value_b, mask=within & is_key & kept)
+            tl.store(kv_at, as_cached(value_a, value_scale), mask=own)
+            tl.store(kv_at + HALF, as_cached(value_b, value_scale), mask=own)
         else:
             cached = inside & (head >= num_heads) & kept
-            tl.store(kv_at, tl.where(is_value, value_a, rotated_a), mask=cached)
-            tl.store(kv_at + HALF, tl.where(is_value, value_b, rotated_b), mask=cached)
+            first = as_cached(tl.where(is_value, value_a, rotated_a), scale)
+            second = as_cached(tl.where(is_value, value_b, rotated_b), scale)
+            tl.store(kv_at, first, mask=cached)
+            tl.store(kv_at + HALF, second, mask=cached)
 
 
 def write_qkv_cuda(projection: Projection, cache: Tensor | None, shape: QkvShape) -> Tensor:
@@ -219,6 +248,7 @@ def write_qkv_cuda(projection: Projection, cache: Tensor | None, shape: QkvShape
         projection.cos,
         projection.sin,
         projection.cache_rows if cache is None else projection.cache_rows.contiguous(),
+        None if cache is None else shape.kv_scales,
         shape.q_weight,
         shape.k_weight,
         n,

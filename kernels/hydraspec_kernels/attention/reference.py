@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hydraspec_kernels.attention.e4m3 import E4M3, read_kv, round_kv, store_rows, take_rows
 from hydraspec_kernels.attention.plan import DevicePlan, Projection, QkvShape, RowMask
 from hydraspec_kernels.norms.reference import rms_norm_reference
 from hydraspec_kernels.rope.reference import apply_rope_reference
@@ -131,8 +132,11 @@ def latent_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -
     return out.flatten(1)
 
 
-def planned_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) -> Tensor:
+def planned_attention_reference(
+    query: Tensor, cache: Tensor, plan: DevicePlan, kv_scales: Tensor | None = None
+) -> Tensor:
     """Attention of query [T, Hq, H] over cache [rows, 2, Hkv, H] or [rows, 1, H] -> [T, Hq * Hv].
+    kv_scales [2, Hkv] are those of an e4m3 cache.
 
     The host reads no value of the device: every request is padded to max_rows rows and to all keys
     that its block table could name, which is slow and takes much memory.
@@ -152,7 +156,11 @@ def planned_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
         key, position[..., None], length, count[..., None], shape.window, shape.mask
     )
     seen = visible.any(1).view(*at.shape, *(1,) * (cache.dim() - 1))
-    kv = cache[at].masked_fill(~seen, 0)  # hidden keys may be NaN
+    kv = take_rows(cache, at)
+    if cache.dtype is E4M3:
+        assert kv_scales is not None
+        kv = read_kv(kv, kv_scales, query.dtype)
+    kv = kv.masked_fill(~seen, 0)  # hidden keys may be NaN
     if shape.latent_dim is None:
         k, v = kv.unbind(2)
     else:
@@ -183,9 +191,12 @@ def write_qkv_reference(projection: Projection, cache: Tensor | None, shape: Qkv
     if shape.value_norm:
         v = rms_norm_reference(v, None, shape.eps)
     both = torch.stack((k, v), 1)
+    if cache.dtype is E4M3:
+        assert shape.kv_scales is not None
+        both = round_kv(both, shape.kv_scales)
     # Padding rows write back what cache row 0 holds: no other row writes there.
     padding = (to < 0)[:, None, None, None]
-    cache.index_copy_(0, to.clamp(min=0), torch.where(padding, cache[:1], both))
+    store_rows(cache, to.clamp(min=0), torch.where(padding, cache[:1], both))
     return q
 
 
@@ -200,4 +211,4 @@ def attend_projection_reference(
 ) -> Tensor:
     """See `attention.attend_projection`: heads, cache write, then attention over the cache."""
     query = write_qkv_reference(projection, cache if writes else None, shape)
-    return planned_attention_reference(query, cache, plan)
+    return planned_attention_reference(query, cache, plan, shape.kv_scales)

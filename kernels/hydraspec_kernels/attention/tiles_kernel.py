@@ -27,6 +27,15 @@ def load_rows(base, at, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK:
 
 
 @triton.jit
+def times_scale(x, kv_scales, at):
+    """The product of x and one of an e4m3 cache's scales [2 * Hkv]; x if there are none."""
+    if kv_scales is None:
+        return x
+    else:
+        return x * tl.load(kv_scales + at)
+
+
+@triton.jit
 def find_request(
     starts, unit, num_requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr
 ):
