@@ -68,8 +68,7 @@ def test_where_k_is_chosen_a_broken_drafter_is_sent_to_the_doctor(run, tmp_path)
     file.unlink()
     save_file({**tensors, "fc.weight": -tensors["fc.weight"]}, file, metadata={"format": "pt"})
     typed = f"method.checkpoint={head}"
-    auto = ("num_speculative_tokens=auto", "max_speculative_tokens=3")
-    chosen = [*(f"method.{key}" for key in auto), "workload.concurrency=2"]
+    chosen = ["method.num_speculative_tokens=auto", "method.max_speculative_tokens=4"]
     summary = run("method=eagle3", typed, *chosen, limit=8)
     said = [each for each in summary["warnings"] if "hardly ever accepted" in each]
     assert said, summary["warnings"]
