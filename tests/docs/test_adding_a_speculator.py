@@ -27,6 +27,7 @@ def parts_of(page: str) -> tuple[str, dict[str, str], list[str]]:
 
 TEXT, FILES, (COMMANDS, OTHERS) = parts_of("adding_a_speculator.md")
 
+SHORT = " sampling.max_tokens=40"  # added to commands, whose answers are longer on the page
 # The commands of the page, one after the other in one process, which imports torch once.
 IN_ONE_PROCESS = """
 import runpy, sys
@@ -68,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install_it, *commands = COMMANDS.splitlines()
     assert install_it == "pip install -e ."
     assert len(commands) == 3
-    commands[2] += " workload.limit=5 hydra.run.dir=drafted"
+    commands[2] += f"{SHORT} workload.limit=5 hydra.run.dir=drafted"
     said = carried_out(folder, [*commands, "python -m pytest -q -p no:cacheprovider tests"])
     assert "1 passed" in said
     return folder
@@ -85,7 +86,7 @@ def test_the_page_works(trained: Path) -> None:
 
 def test_the_other_commands_take_its_drafter(trained: Path) -> None:
     """What its head does not offer is null with a reason, and replay takes the trace."""
-    few = " workload.limit=4"
+    few = f"{SHORT} workload.limit=4"
     *of_run, doctor, predict = OTHERS.splitlines()
     of_run[0] += f"{few} metrics.all_positions=true"
     commands = [*of_run, doctor + few, f"{predict}{few} --drafts 3 --concurrency 1"]
@@ -110,8 +111,9 @@ def test_the_page_without_weights_works(tmp_path: Path) -> None:
     folder = installed_from_the_page(tmp_path, files)
     install_it, *runs = commands.splitlines()
     assert install_it == "pip install -e ."
-    runs = [f"{each} workload.limit=5" for each in runs]
+    runs = [f"{each}{SHORT} workload.limit=5" for each in runs]
     runs[0] += " metrics.trace=true"
+    runs[1] += " workload.concurrency=1"  # fewer costs to measure
     carried_out(folder, runs)
     for name in ("drafted", "chosen"):
         summary = json.loads((folder / name / "summary.json").read_text())

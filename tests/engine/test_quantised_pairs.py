@@ -36,7 +36,7 @@ from hydraspec.models.quantised.projection import Projection
 from hydraspec.types import CheckpointError
 
 FLOOR = 0.97  # of the float pair's acceptance length
-QUICK = (8, 48)  # requests, and tokens of each
+QUICK = (8, 24)  # requests, and tokens of each
 FEWEST = (3, 24)  # show a fault, which leaves hardly a draft accepted
 WHOLE = (64, 96)
 
