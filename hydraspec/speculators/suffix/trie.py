@@ -141,7 +141,8 @@ class SuffixTrie:
     def _path(self, node: int, length: int, most: int, min_prob: float) -> Path:
         """The most frequent tokens after the string of a node, while their probability is at least
         `min_prob`."""
-        count, followed, tokens = self._count, self._followed, []
+        count, followed = self._count, self._followed
+        tokens: list[int] = []
         prob, score = 1.0, 0.0
         while len(tokens) < most and followed[node]:
             child = self._best[node]
