@@ -97,9 +97,7 @@ class Attention(Weights):
         return with_gain(heads) if self.uses_cpu_norms else heads
 
     def use_kv_scales(self, scales: Tensor) -> None:
-        """Takes the scales [2, Hkv] of keys and values in an e4m3 cache: of this layer, or of the
-        layer whose cache it reads.
-        """
+        """Takes the scales [2, Hkv] of an e4m3 cache: this layer's, or that which it reads."""
         self.kv_scales = scales
         self.__dict__.pop("heads", None)
 

@@ -33,8 +33,7 @@ class TargetModel(Protocol):
     held: range  # the layers of this pipeline stage, counted in all num_layers
     table: Table  # token embedding, unscaled
     head: Table  # output projection; the same where the two are tied
-    # [2, Hkv] float32 by layer that owns KV, of keys, then values, if the cache is in e4m3; else {}
-    kv_scales: Mapping[int, Tensor]
+    kv_scales: Mapping[int, Tensor]  # [2, Hkv] by layer that owns KV, of an e4m3 cache; else {}
     block_size: BlockSize  # cache rows a block, as last given to kv_groups
 
     def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:

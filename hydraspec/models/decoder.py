@@ -14,7 +14,6 @@ from hydraspec_kernels.attention import E4M3, GroupShape
 from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector
-from hydraspec.models.checkpoint.kv_scales import of_heads, read_kv_scales
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
@@ -110,7 +109,6 @@ class Decoder(Weights):
         self.groups: dict[str, GroupShape] = {}  # by kind of layer; filled by kv_groups
         self.last_owner = self.num_layers - 1  # the last layer that writes KV
         self.kv_scales: dict[int, Tensor] = {}  # [2, Hkv] by layer, of an e4m3 cache
-        self.stored_kv_scales: dict[int, Tensor] = {}  # those of the checkpoint
         self._suppressed: Tensor | None = None
 
     def _facts(
@@ -151,26 +149,8 @@ class Decoder(Weights):
         fill(self, checkpoint, weights=weights, seed=seed)
         for i in self.held:
             self.layers[i].finish()
-        if weights == "checkpoint" and checkpoint.is_quantised:
-            self.stored_kv_scales = self._stored_kv_scales(checkpoint)
         if columns := self.vocabulary.rows_of(self.suppress_token_ids):
             self._suppressed = torch.tensor(columns, device=self.device)
-
-    def _stored_kv_scales(self, checkpoint: Checkpoint) -> dict[int, Tensor]:
-        where, found = str(checkpoint.folder), {}
-        for i, scales in read_kv_scales(checkpoint, self).items():
-            if i in self.held and self.kv_source(i) == i:
-                heads = self.layers[i].attention.kv
-                found[i] = of_heads(scales, heads, where, i).to(self.device)
-        return found
-
-    def use_kv_scales(self, scales: Mapping[int, Tensor]) -> None:
-        """From now on caches are in e4m3, with these scales [2, Hkv] float32 of this rank's heads,
-        by held layer that owns KV. Layers that share KV use their source's.
-        """
-        self.kv_scales = dict(scales)
-        for i in self.held:
-            self.layers[i].attention.use_kv_scales(scales[self.kv_source(i)])
 
     def ignores(self, name: str) -> bool:
         """Returns whether released checkpoints may hold this tensor although it is not needed."""

@@ -103,9 +103,9 @@ class DraftModelSpeculator(BaseSpeculator):
         self.head = self.load_draft_model(target, self._checkpoint())
         stored = getattr(self.head, "quantization", None)  # heads of plugins may have none
         if stored is not None:
-            notes = (*self.head.spec.notes, *self.head.quantization_notes)
-            if self.head.kv_cache_note:
-                notes = (*notes, self.head.kv_cache_note)
+            head = self.head
+            more = (*head.quantization_notes, *filter(None, [head.kv_cache_note]))
+            notes = (*head.spec.notes, *more)
             self.head.spec = replace(self.head.spec, quantization=stored, notes=notes)
         self.spec = self.head.spec
         self.aux_layer_ids = self.head.spec.aux_layer_ids

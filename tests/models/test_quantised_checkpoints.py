@@ -14,6 +14,7 @@ from tiny_targets import edit_config, rewrite
 from torch import Tensor
 from written_formats import DOWN, FORMATS, MODULES, Q_PROJ
 
+from hydraspec.models.checkpoint.kv_scales import stored_kv_scales
 from hydraspec.models.checkpoint.mistral_names import consolidated_name
 from hydraspec.models.checkpoint.quantization import Scheme, decode, tensor_name
 from hydraspec.models.checkpoint.quantized_tensors import describe, schemes_of
@@ -37,6 +38,24 @@ def test_every_matrix_has_the_scheme_of_its_format(name: str, written: Path) -> 
     }
     step = plain.abs().max() / (15 if scheme.kind == "int4" else 16)  # e4m3: 1/16 of a number
     assert (decode(parts, scheme, plain.shape[1]) - plain).abs().max() <= step
+
+
+def test_scales_of_an_fp8_cache_are_read_beside_quantised_matrices(copied: Any) -> None:
+    folder = copied("channel")
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    edit_config(folder, quantization_config=FORMATS["channel"][1] | {"kv_cache_scheme": scheme})
+    target = load(folder)
+    names = [
+        f"model.layers.{i}.self_attn.{x}_scale" for i in range(target.num_layers) for x in "kv"
+    ]
+    numbers = {name: torch.tensor([0.25 * (1 + i)]) for i, name in enumerate(names)}
+    rewrite(folder, lambda tensors: tensors | numbers)
+    target = load(folder)
+    read = stored_kv_scales(open_checkpoint(str(folder)), target)
+    assert read.keys() == {i for spec in target.kv_groups(4) for i in spec.layers}
+    for i, scales in read.items():
+        assert scales[:, 0].tolist() == [0.25 * (1 + 2 * i), 0.25 * (2 + 2 * i)]
+        assert scales.shape == (2, target.layers[i].attention.kv.count)
 
 
 def test_a_float_folder_has_no_schemes_whatever_its_config_says(copied: Any) -> None:

@@ -18,9 +18,10 @@ import torch
 from hydraspec.adapters.vllm.loading import VllmParts, load_parts
 from hydraspec.adapters.vllm.steps import Part, StepStats, drafts_of, share_out
 from hydraspec.config.schema import KVDtype, RunConfig
-from hydraspec.engine.base import KV_IS_ROUNDED, Engine, EngineInfo, with_fp8_cache
+from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
 from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
 from hydraspec.types import (

@@ -67,12 +67,11 @@ class KVCache:
         num_layers: int,
         num_slots: int,
         max_tokens: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of groups that name none
         device: torch.device,
         prefix_root: bytes | None = None,
     ) -> None:
-        """dtype: of groups that name none. prefix_root: start of the keys of cached blocks; None:
-        no blocks are cached."""
+        """prefix_root: start of the keys of cached blocks; None: no blocks are cached."""
         self.specs = list(specs)
         self.lease = Lease()
         self._prefix_root = prefix_root

@@ -11,8 +11,10 @@ from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 from torch import Tensor
 
 from hydraspec.config.messages import refusal
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, Weights
 from hydraspec.models.base import TargetModel
+from hydraspec.models.checkpoint.kv_scales import stored_kv_scales
+from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.parallel.control import Control
 from hydraspec.parallel.group import TensorGroup
@@ -48,11 +50,21 @@ def scale_kv(
         )
     owners = [layer for spec in target.kv_groups(BLOCK) for layer in spec.layers]
     # Ranks and stages have the same files: all of them calibrate, or none.
-    scales = target.stored_kv_scales
+    scales: dict[int, Tensor] = {}
+    if config.target.weights is Weights.checkpoint:
+        scales = stored_kv_scales(open_checkpoint(config.target.checkpoint), target)
     if not control.agree_all(all(layer in scales for layer in owners)):
         num_tokens = min(NUM_TOKENS, target.max_position_embeddings)
         scales = calibrated(target, num_tokens, link, control)
-    target.use_kv_scales(scales)
+    keep_in_e4m3(target, scales)
+
+
+def keep_in_e4m3(target: Decoder, scales: dict[int, Tensor]) -> None:
+    """From now on the target's caches are in e4m3, with these scales [2, Hkv] float32 of this
+    rank's heads, by held layer that owns KV. Layers that share KV use their source's."""
+    target.kv_scales = scales
+    for i in target.held:
+        target.layers[i].attention.use_kv_scales(scales[target.kv_source(i)])
 
 
 def calibrated(

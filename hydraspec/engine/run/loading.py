@@ -15,7 +15,7 @@ from hydraspec_kernels.attention import E4M3
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
 from hydraspec.config.schema import KVDtype, MethodConfig, RunConfig
-from hydraspec.engine.base import KV_IS_ROUNDED, EngineInfo, with_fp8_cache
+from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import (
     Models,
@@ -25,6 +25,7 @@ from hydraspec.engine.cache.sizing import (
     smallest_cache,
 )
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
+from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.kv_scales import scale_kv
 from hydraspec.engine.run.rank_check import RankCheck

@@ -25,6 +25,20 @@ _NAME = re.compile(
 )
 
 
+def stored_kv_scales(checkpoint: Checkpoint, target: Any) -> dict[int, Tensor]:
+    """The checkpoint's scales [2, Hkv] of this rank's heads, by held layer of a Decoder that owns
+    KV; see `read_kv_scales`.
+
+    Raises CheckpointError: see `read_kv_scales` and `of_heads`.
+    """
+    where, found = str(checkpoint.folder), {}
+    for i, scales in read_kv_scales(checkpoint, target).items():
+        if i in target.held and target.kv_source(i) == i:
+            heads = target.layers[i].attention.kv
+            found[i] = of_heads(scales, heads, where, i).to(target.device)
+    return found
+
+
 def read_kv_scales(checkpoint: Checkpoint, model: Weights) -> dict[int, tuple[Tensor, Tensor]]:
     """Scales of keys and of values [1 or heads] float32 by layer, where the checkpoint has an e4m3
     `kv_cache_scheme`; {} where it has none, or no such tensors.
