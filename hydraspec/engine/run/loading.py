@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
@@ -26,6 +27,7 @@ from hydraspec.engine.cache.sizing import (
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.rank_check import RankCheck
+from hydraspec.engine.run.room import room_for, target_bytes
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
 from hydraspec.engine.schedule.scheduler import Scheduler
@@ -92,7 +94,12 @@ def load(config: RunConfig) -> Loaded:
         drafts=speculator.num_speculative_tokens > 0,
         drafter_reads_kv=speculator.reads_target_kv,
     )
-    with _timed("target's weights", device):
+    checkpoint, drafter = config.target.checkpoint, config.method.checkpoint
+    needed = partial(target_bytes, config, ranks.group, stage)
+    with (
+        _timed("target's weights", device),
+        room_for("its weights", "target.checkpoint", checkpoint, device, needed),
+    ):
         target = load_target(
             config.target.checkpoint,
             weights=config.target.weights.value,
@@ -105,7 +112,10 @@ def load(config: RunConfig) -> Loaded:
         )
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
-    with _timed("drafter's weights", device):
+    with (
+        _timed("drafter's weights", device),
+        room_for("its weights beside the target's", "method.checkpoint", drafter, device, None),
+    ):
         speculator = loaded_drafter(speculator, target, config, ranks.link)
     tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
     return assemble(
