@@ -102,8 +102,9 @@ class DraftModelSpeculator(BaseSpeculator):
         self.dtype = target.dtype
         self.head = self.load_draft_model(target, self._checkpoint())
         stored = getattr(self.head, "quantization", None)  # heads of plugins may have none
-        if stored is not None:
-            notes = (*self.head.spec.notes, *self.head.quantization_notes)
+        notes = getattr(self.head, "quantization_notes", ())
+        if stored is not None or notes:
+            notes = (*self.head.spec.notes, *notes)
             self.head.spec = replace(self.head.spec, quantization=stored, notes=notes)
         self.spec = self.head.spec
         self.aux_layer_ids = self.head.spec.aux_layer_ids

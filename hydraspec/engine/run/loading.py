@@ -356,7 +356,7 @@ def _info(
     stored = getattr(target, "quantization", None)  # a plugin's target may not say
     if stored is not None:
         log.info("target: quantization=%s", stored)
-        notes += getattr(target, "quantization_notes", ())
+    notes += getattr(target, "quantization_notes", ())
     if spec is not None:
         log.info("drafter: %s", spec)
         other_model = spec.note_on_target(config.target.checkpoint)
