@@ -102,10 +102,10 @@ class DraftModelSpeculator(BaseSpeculator):
         self.dtype = target.dtype
         self.head = self.load_draft_model(target, self._checkpoint())
         stored = getattr(self.head, "quantization", None)  # heads of plugins may have none
-        if stored is not None:
-            head = self.head
-            more = (*head.quantization_notes, *filter(None, [head.kv_cache_note]))
-            notes = (*head.spec.notes, *more)
+        more = getattr(self.head, "quantization_notes", ())
+        if stored is not None or more:
+            kv_note = getattr(self.head, "kv_cache_note", "")
+            notes = (*self.head.spec.notes, *more, *filter(None, [kv_note]))
             self.head.spec = replace(self.head.spec, quantization=stored, notes=notes)
         self.spec = self.head.spec
         self.aux_layer_ids = self.head.spec.aux_layer_ids

@@ -78,6 +78,18 @@ def test_a_float_folder_records_nothing(
     assert summary["quantization"] == {"target": None, "drafter": None}
 
 
+def test_a_format_that_float_files_do_not_have_is_a_warning(
+    run: Callable[..., int], written: Path, tmp_path: Path
+) -> None:
+    """Catches notes that are kept only where something is quantised."""
+    folder = shutil.copytree(written / "float", tmp_path / "announced")
+    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
+    assert run(folder) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["quantization"] == {"target": None, "drafter": None}
+    assert [each for each in summary["warnings"] if "all weights of its files are float" in each]
+
+
 def quantised_head(folder: Path) -> Path:
     """The EAGLE head of tiny_mistral in Mistral's FP8, its fusion layer in float."""
     shutil.copytree(ZOO / "tiny_mistral-eagle", folder)

@@ -317,3 +317,11 @@ def test_a_format_of_float_files_is_a_warning(written: Path, tmp_path: Path) -> 
     edit_config(folder, quantization_config=AWQ)
     (note,) = notes(folder)
     assert note.endswith(f"of {str(folder)!r} is not applied: all weights of its files are float")
+
+
+def test_a_drafter_that_repeats_its_targets_format_is_a_warning(tmp_path: Path) -> None:
+    """Catches notes of a drafter that are kept only where its own matrices are quantised."""
+    folder = Path(shutil.copytree(resolve_folder("zoo:tiny_gemma4-eagle3"), tmp_path / "copy"))
+    edit_config(folder, quantization_config=FORMATS["channel"][1])
+    warnings = load(config_of(*EAGLE3.format(folder=folder).split())).info.warnings
+    assert [each for each in warnings if "all weights of its files are float" in each]

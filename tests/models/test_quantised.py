@@ -17,6 +17,7 @@ from hydraspec_kernels.quantised import E4M3
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError, ConfigurationError
+from hydraspec.models.checkpoint import quantization
 from hydraspec.models.checkpoint.quantization import Scheme, decode, encode
 from hydraspec.models.linear import Linear
 from hydraspec.models.moe import RoutedExperts
@@ -205,6 +206,18 @@ def test_rows_reordered_inside_their_blocks_keep_the_blocks_scales() -> None:
         assert turned.slab.pieces[0].matrix.rows == rows
         wanted = torch.cat((y[:, order], y[:, 24:]), 1)
         torch.testing.assert_close(turned.forward(X), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_matrix_is_encoded_in_slices_as_in_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a slice that ends inside a block of scales, and a scale of a slice alone."""
+    matrix = torch.randn(ROWS["q_proj"], WIDTH, generator=torch.Generator().manual_seed(5))
+    whole = encode(matrix, SCHEMES[name])
+    monkeypatch.setattr(quantization, "_WIDE_NUMBERS", 5 * WIDTH)
+    for part, tensor in encode(matrix, SCHEMES[name]).items():
+        assert torch.equal(tensor.view(torch.uint8), whole[part].view(torch.uint8)), part
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])

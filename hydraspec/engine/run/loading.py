@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from hydraspec_kernels.attention import E4M3
@@ -29,6 +28,7 @@ from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.kv_scales import scale_kv
 from hydraspec.engine.run.rank_check import RankCheck
+from hydraspec.engine.run.room import room_for, target_bytes, timed
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
 from hydraspec.engine.schedule.host_drafts import build_step_drafts
@@ -96,7 +96,12 @@ def load(config: RunConfig) -> Loaded:
         drafts=speculator.num_speculative_tokens > 0,
         drafter_reads_kv=speculator.reads_target_kv,
     )
-    with _timed("target's weights", device):
+    checkpoint, drafter = config.target.checkpoint, config.method.checkpoint
+    needed = partial(target_bytes, config, ranks.group, stage)
+    with (
+        timed("target's weights", device),
+        room_for("its weights", "target.checkpoint", checkpoint, device, needed),
+    ):
         target = load_target(
             config.target.checkpoint,
             weights=config.target.weights.value,
@@ -110,31 +115,17 @@ def load(config: RunConfig) -> Loaded:
     if device.type == "cpu":
         set_num_threads(config.engine.num_threads, target.hidden_size)
     if config.engine.kv_cache.dtype is KVDtype.fp8:
-        with _timed("scales of the KV cache", device):
+        with timed("scales of the KV cache", device):
             scale_kv(target, config, ranks.link, ranks.control)
-    with _timed("drafter's weights", device):
+    with (
+        timed("drafter's weights", device),
+        room_for("its weights beside the target's", "method.checkpoint", drafter, device, None),
+    ):
         speculator = loaded_drafter(speculator, target, config, ranks.link)
     tokenizer = load_tokenizer(resolve_folder(config.target.checkpoint))
     return assemble(
         *(config, target, tokenizer, speculator, None), control=ranks.control, link=ranks.link
     )
-
-
-@contextmanager
-def _timed(part: str, device: torch.device) -> Iterator[None]:
-    """Logs how long a part of loading takes on CUDA, and the memory that it adds and needs."""
-    start, on_cuda = time.perf_counter(), device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_cuda else 0
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    yield
-    if on_cuda:
-        torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-        added = torch.cuda.memory_allocated(device) - before
-        most = torch.cuda.max_memory_allocated(device) - before
-        sizes = (size / (1 << 30) for size in (added, most))
-        log.info("%s: %.1f s, %.2f GiB, at most %.2f GiB on the way", part, seconds, *sizes)
 
 
 def load_baseline(loaded: Loaded) -> Loaded:
@@ -192,7 +183,7 @@ def assemble(
         torch.cuda.empty_cache()
     warnings: list[str] = []
     if kv is None:
-        with _timed("KV cache", target.device):
+        with timed("KV cache", target.device):
             kv = new_cache(
                 models, control, activation_bytes=_step_bytes(models, modes, memory_bytes)
             )
@@ -354,7 +345,7 @@ def _info(
     stored = getattr(target, "quantization", None)  # a plugin's target may not say
     if stored is not None:
         log.info("target: quantization=%s", stored)
-        notes += getattr(target, "quantization_notes", ())
+    notes += getattr(target, "quantization_notes", ())
     if any(each.dtype is E4M3 for each in kv.specs):
         notes.append(KV_IS_ROUNDED.format(config.target.dtype.value))
         stored = with_fp8_cache(stored)

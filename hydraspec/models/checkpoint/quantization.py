@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from hydraspec_kernels.quantised import E4M3, E4M3_MAX, PER_INT32, integers
 from torch import Tensor
+from torch.nn.functional import pad
 
 INT4_RANGE = (-8, 7)
 
@@ -82,6 +83,9 @@ def tensor_name(module: str, part: str, *, stacked: bool = False) -> str:
     return module if part == "weight" else f"{module}_{part.removeprefix('weight_')}"
 
 
+_WIDE_NUMBERS = 1 << 24  # of a slice that is encoded at once: 64 MB in float32
+
+
 def encode(
     weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
@@ -89,25 +93,46 @@ def encode(
     scale of inputs. Scales are the largest magnitude of a block by 448, or by 7.5 for int4, as
     compressed-tensors takes them; they are rounded to scale_dtype before the numbers are.
     """
-    wide = weight.float()
     largest = 448.0 if scheme.kind == "fp8" else 7.5
+    n, k = weight.shape
+    # Slices of rows bound the memory of their wide copies.
+    step = max(1, _WIDE_NUMBERS // k // (scheme.rows or 1)) * (scheme.rows or 1)
+    slices = weight.split(step)
+    tops = torch.cat([_tops(rows, scheme) for rows in slices])
+    if scheme.rows is None:
+        tops = tops.amax(0, keepdim=True)
+    scales = (tops / largest).to(scale_dtype)
+    scales = torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales)
+    blocks = [-(-len(rows) // scheme.rows) for rows in slices] if scheme.rows else None
+    of_slices = [scales] * len(slices) if blocks is None else scales.split(blocks)
+    is_fp8 = scheme.kind == "fp8"
+    width, kind = (k, E4M3) if is_fp8 else (-(-k // PER_INT32), torch.int32)
+    data = torch.empty(n, width, dtype=kind, device=weight.device)
+    for rows, mine, part in zip(slices, of_slices, data.split(step), strict=True):
+        part.copy_(_numbers(rows, mine, scheme))
+    if is_fp8:
+        return {"weight": data, scheme.scale: scales}
+    shape = torch.tensor([n, k], dtype=torch.int64)
+    return {"weight_packed": data, scheme.scale: scales, "weight_shape": shape}
+
+
+def _tops(rows: Tensor, scheme: Scheme) -> Tensor:
+    """Largest magnitudes of the blocks of rows [N, K], which begin with a block, in float32."""
+    wide = rows.float()
     n, k = wide.shape
     blocks = scheme.grid(n, k)
-    rows, columns = scheme.rows or n, scheme.columns or k
-    padded = wide.new_zeros(blocks[0] * rows, blocks[1] * columns)
-    padded[:n, :k] = wide
-    top = padded.view(blocks[0], rows, blocks[1], columns).abs().amax((1, 3))
-    scales = (top / largest).to(scale_dtype)
-    scales = torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales)
-    numbers = wide / spread(scales, scheme, n, k)
+    height, width = scheme.rows or n, scheme.columns or k
+    short = (blocks[0] * height - n, blocks[1] * width - k)
+    padded = pad(wide, (0, short[1], 0, short[0])) if any(short) else wide
+    return padded.abs().view(blocks[0], height, blocks[1], width).amax((1, 3))
+
+
+def _numbers(rows: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """Rows [N, K] by their scales in the scheme's numbers: e4m3 [N, K], or int32 [N, K / 8]."""
+    numbers = rows.float() / spread(scales, scheme, *rows.shape)
     if scheme.kind == "fp8":
-        return {"weight": numbers.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scheme.scale: scales}
-    whole = numbers.round().clamp(*INT4_RANGE).to(torch.int32)
-    return {
-        "weight_packed": packed(whole),
-        scheme.scale: scales,
-        "weight_shape": torch.tensor([n, k], dtype=torch.int64),
-    }
+        return numbers.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return packed(numbers.round_().clamp_(*INT4_RANGE).to(torch.int32))
 
 
 def decode(tensors: Mapping[str, Tensor], scheme: Scheme, columns: int) -> Tensor:

@@ -73,7 +73,8 @@ class _Lane:
         self.turn = 1 - self.turn
         copied.synchronize()
         _read_into(descriptor, chunk.first, buffer)
-        with torch.cuda.stream(self.stream):
+        # A thread begins with gradients, whatever mode the weights were made in.
+        with torch.cuda.stream(self.stream), torch.inference_mode():
             chunk.memory.copy_(buffer, non_blocking=True)
             copied.record(self.stream)
 
