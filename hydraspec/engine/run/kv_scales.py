@@ -93,7 +93,9 @@ def calibrated(
         if cache is not None:
             top = cache[BLOCK:].abs().amax((0, 3)).to(torch.float32)
             heads = target.layers[layer].attention.kv
-            found[layer] = power_of_two_scales(_shared(top, heads.size, target.place.group))
+            top = _shared(top, heads.size, target.place.group)
+            # On the host, where powers of two are exact.
+            found[layer] = power_of_two_scales(top.cpu()).to(target.device)
     return found
 
 

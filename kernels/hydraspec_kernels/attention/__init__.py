@@ -8,7 +8,7 @@ group. `reference.py` specifies every operation; each kernel has a file:
 |---|---|
 | decode | few rows per request, from the layer's projection on (norm, RoPE, cache write) |
 | latent | few rows per request over a latent cache (DeepSeek), on Hopper |
-| prefill | many rows per request, on Hopper |
+| prefill | many rows per request, on Hopper, over caches of the queries' type |
 | paged | everything else |
 """
 
@@ -83,7 +83,7 @@ def _attend(query: Tensor, cache: Tensor, plan: AttentionPlan, kv_scales: Tensor
         return paged_attention_cpu(query, cache, plan, kv_scales)
     if query.dtype is torch.float64:  # the kernels add up in float32
         return planned_attention_reference(query, cache, plan, kv_scales)
-    if cache.dtype is E4M3:  # of the kernels that may be chosen, the others copy it unconverted
+    if cache.dtype is E4M3:  # the prefill kernel converts no keys
         from hydraspec_kernels.attention.paged_kernel import paged_attention_kernel
 
         return paged_attention_kernel(query, cache, plan, kv_scales)
