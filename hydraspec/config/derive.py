@@ -25,7 +25,7 @@ from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 # Drafters' shapes that may ship beside a target's: method -> suffix in <target>-<suffix>.
 BESIDE = {
     "gemma4_mtp": "assistant",
-    **{name: name for name in ("eagle", "eagle3", "peagle", "dflash", "dspark")},
+    **{name: name for name in ("eagle", "eagle3", "peagle", "dflash", "dspark", "dflash2")},
 }
 QUANTISED = re.compile("_(fp8|w4a16)$")  # ends a shape that has the drafters of the float one
 MOST_DRAFTS = 6  # default of the largest K chosen per step; most drafters pay off at 2 to 6

@@ -21,16 +21,17 @@ Z_LAB = "z-lab"
 DEEPSPEC = "deepseek-ai"
 GEMMA_ARCHITECTURE = "gemma4dsparkmodel"
 
-SPECULATORS_METHODS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
+SPECULATORS_METHODS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "dflash2")
 DEFAULT_K = {  # as in conf/
     **{"eagle": 3, "eagle3": 3, "peagle": 3, "gemma4_mtp": 3, "mtp": 1},
-    **{"dflash": 3, "dspark": 3},
+    **{"dflash": 3, "dspark": 3, "dflash2": 3},
 }
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 KNOWN = (
-    "a speculators folder (eagle, eagle3, peagle, mtp, dflash, dspark), EAGLE-1 or EAGLE-3 as "
-    "published by its authors, a Mistral consolidated EAGLE folder (params.json), DFlash of z-lab, "
-    "DFlash or DSpark of deepseek-ai, a Gemma 4 assistant, or a model with MTP layers"
+    "a speculators folder (eagle, eagle3, peagle, mtp, dflash, dspark, dflash2), EAGLE-1 or "
+    "EAGLE-3 as published by its authors, a Mistral consolidated EAGLE folder (params.json), "
+    "DFlash or DFlash2 of z-lab, DFlash or DSpark of deepseek-ai, a Gemma 4 assistant, or a model "
+    "with MTP layers"
 )
 
 
@@ -38,7 +39,7 @@ KNOWN = (
 class Detected:
     """The drafter that a checkpoint folder holds."""
 
-    method: str  # eagle, eagle3, peagle, mtp, gemma4_mtp, dflash or dspark
+    method: str  # eagle, eagle3, peagle, mtp, gemma4_mtp, dflash, dspark or dflash2
     format: str
     num_speculative_tokens: int | None = None  # K proposed by the checkpoint
     verifier: str | None = None  # the target it was trained for, if its config names one
@@ -151,8 +152,9 @@ def _detect_block(opened: Checkpoint) -> Detected | None:
         "block_size"
     )
     size = size if isinstance(size, int) and size > 1 else None
-    if names == ["dflashdraftmodel"]:
-        return Detected(method="dflash", format=Z_LAB, num_speculative_tokens=size and size - 1)
+    if names in (["dflashdraftmodel"], ["dflash2draftmodel"]):
+        method = names[0].removesuffix("draftmodel")
+        return Detected(method=method, format=Z_LAB, num_speculative_tokens=size and size - 1)
     if names in (["qwen3dsparkmodel"], [GEMMA_ARCHITECTURE]):
         is_plain = not raw.get("markov_rank") and not raw.get("enable_confidence_head")
         method = "dflash" if is_plain else "dspark"

@@ -63,6 +63,7 @@ class GroupPass:
     query_scale: Tensor | None = None  # [T, 1] factors of queries; None: all are 1
     # [2, Hkv], of another model's e4m3 cache that all layers of the group read; None: a layer's own
     kv_scales: Tensor | None = None
+    rows_per_request: int = 0  # where all requests have equally many; 0: they do not
     _targets: tuple[Tensor, Tensor] | None = None  # [T] rows to write, and which are padding
 
     def write(self, cache: Tensor, rows: Tensor) -> None:
@@ -87,6 +88,7 @@ def group_passes(
 ) -> dict[str, GroupPass]:
     """The shared inputs of every kind of layers; tables are rotary tables of rows.positions."""
     assert shapes, "call kv_groups before forward"
+    equal = rows.segments[0].rows_per_request if len(rows.segments) == 1 else 0
     passes = {}
     for g, (kind, shape) in enumerate(shapes.items()):
         plan = plan_attention(
@@ -99,7 +101,8 @@ def group_passes(
             rows.query_start_loc,
         )
         cos, sin, scale = tables[kind]
-        passes[kind] = GroupPass(cos, sin, plan, rows.slot_mapping[g], rows.has_padding, scale)
+        written, padded = rows.slot_mapping[g], rows.has_padding
+        passes[kind] = GroupPass(cos, sin, plan, written, padded, scale, rows_per_request=equal)
     return passes
 
 

@@ -6,6 +6,7 @@ and id = rank * num_rows + row holds everywhere. Padding is at the end of the vo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -97,6 +98,21 @@ class Vocabulary:
             return greedy_tokens(logits, marks_not_finite=marks_not_finite)
         candidates = greedy_candidates(logits, self.first, self.num_tokens)
         return best_candidates(self.group.all_gather(candidates), marks_not_finite=marks_not_finite)
+
+    def best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest logits [N, count] of the whole rows, in float32 or wider, and their
+        tokens, from this rank's columns [N, num_rows]. Ranks exchange as many each."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        if self.group.size == 1:
+            values, tokens = logits.topk(count)
+            return values.to(wide), tokens
+        own = logits.to(wide)
+        own[:, self.num_tokens :] = -math.inf
+        values, columns = own.topk(min(count, self.num_rows))
+        found = torch.stack((values, (columns + self.first).to(wide)))
+        values, tokens = self.group.all_gather(found).permute(1, 2, 0, 3).flatten(2)
+        values, places = values.topk(count)
+        return values, tokens.gather(1, places).long()
 
 
 WHOLE = Vocabulary(EXACT_IDS)  # vocabulary of one rank, for logits of any width

@@ -20,6 +20,7 @@ SPECULATORS = {
     "peagle": "hydraspec.speculators.peagle:PEagleSpeculator",
     "dflash": "hydraspec.speculators.block:BlockSpeculator",
     "dspark": "hydraspec.speculators.dspark:DSparkSpeculator",
+    "dflash2": "hydraspec.speculators.dflash2:DFlash2Speculator",
     "ngram": "hydraspec.speculators.ngram:NgramSpeculator",
     "suffix": "hydraspec.speculators.suffix.speculator:SuffixSpeculator",
     "mtp": "hydraspec.speculators.mtp:MTPSpeculator",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydraspec_kernels.activation import gated_activation
+from hydraspec_kernels.convolution import block_convolution
 from hydraspec_kernels.embedding import centroid_greedy, centroid_head
 from hydraspec_kernels.moe import moe, route, route_grouped
 from hydraspec_kernels.moe.cpu import moe_dense, moe_gather
@@ -194,3 +195,11 @@ def test_ties_go_to_the_lowest_id_and_banned_tokens_never_win(head: tuple) -> No
     banned[lowest] = True
     chosen = centroid_greedy(d, same, centroids, clusters, 3, banned)
     assert not banned[chosen].any()
+
+
+def test_a_convolution_begins_anew_in_each_block() -> None:
+    x = torch.tensor([[1.0], [2.0], [4.0], [8.0]]).double()
+    delta = torch.tensor([[1.0, 0.0]] * 3 + [[0.0, 2.0]]).double().unsqueeze(2)
+    base = torch.tensor([[10.0], [100.0]]).double()
+    found = block_convolution(x, delta, base, 2)
+    assert found[:, 0].tolist() == [11 * 1, 11 * 2 + 100 * 1, 11 * 4, 10 * 8 + 102 * 4]

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from block_folders import FORMATS, draw_block, draw_dspark, write_block
+from block_folders import FORMATS, draw_block, draw_dflash2, draw_dspark, write_block
 from block_gemma4 import draw_gemma_block, write_gemma_block
-from block_rows import check_block, check_in_turn, load
+from block_rows import check_block, check_in_turn, check_selected, load
 from eagle_folders import FakeTarget
 
 from hydraspec.models.detect import resolve
@@ -59,6 +59,21 @@ def test_dspark_equals_the_plain_loop(tmp_path: Path, seed: int) -> None:
     head = load(folder, "dspark", target)
     for _ in range(3):
         check_in_turn(rng, plain, head, target)
+
+
+@pytest.mark.parametrize("seed", range(NUM_HEADS))
+def test_dflash2_equals_the_plain_loop(tmp_path: Path, seed: int) -> None:
+    """Convolutions that end at a block's first row, and drafts among candidates."""
+    form = ("z-lab", "speculators")[seed % 2]
+    rng = np.random.default_rng([44, seed])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_dflash2(rng, target, form)
+    folder = write_block(tmp_path / "d", plain, target, form)
+    found = resolve("zoo:tiny_mistral", str(folder))
+    assert (found.method, found.num_speculative_tokens) == ("dflash2", plain.block_size - 1)
+    head = load(folder, "dflash2", target)
+    for _ in range(3):
+        check_selected(rng, plain, head, target)
 
 
 @pytest.mark.parametrize("seed", range(NUM_HEADS // 3))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import block_worlds
 import numpy as np
@@ -26,6 +27,7 @@ from tiny_targets import run_config
 from hydraspec.config.options import DSparkOptions
 from hydraspec.config.schema import DraftSampling, Verification, Weights
 from hydraspec.speculators import dspark
+from hydraspec.speculators.dflash2 import DFlash2Speculator
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Completion, Draft, StepRecord
@@ -142,6 +144,29 @@ def test_sampled_drafts_of_a_narrow_vocabulary_do_not_bias(
     if verification is Verification.standard:
         broken, _ = second_tokens(world, prompt, verification, broken=True)
         assert p_value(broken, expected) < ALPHA
+
+
+def test_drafts_drawn_from_candidates_do_not_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DFlash2 draws from a few tokens alone. Catches drafts that carry other probabilities than
+    those they were drawn from: with those of even candidates the same test fails."""
+    world = block_worlds.make_world(tmp_path, "dflash2 on qwen3", num_prompts=3, sharpness=6.0)
+    prompt = min(world.continuations, key=len)
+    expected = truth(world, prompt) * NUM_REQUESTS
+    counts, accepted = second_tokens(world, prompt, Verification.standard, broken=False)
+    assert p_value(counts, expected) > ALPHA
+    shares = np.bincount(accepted, minlength=3) / len(accepted)
+    assert shares.min() > 0.01, shares
+    drawn = DFlash2Speculator.draw_draft
+
+    def even(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, probs = drawn(*args)
+        return tokens, (probs > 0).to(probs.dtype) / (probs > 0).sum(1, keepdim=True)
+
+    monkeypatch.setattr(DFlash2Speculator, "draw_draft", even)
+    broken, _ = second_tokens(world, prompt, Verification.standard, broken=False)
+    assert p_value(broken, expected) < ALPHA
 
 
 def leave_out_odd_tokens(draft: Draft, survivals: torch.Tensor, least: float | None) -> Draft:

@@ -12,7 +12,11 @@ from eagle_folders import draw_layer, matrix, write
 
 FORMATS = ("z-lab", "speculators", "deepseek-ai")
 SLIDING = "sliding_attention"
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+}
 
 
 def draw_block_weights(
@@ -49,6 +53,17 @@ def draw_block_weights(
         for part in ("gate", "up"):
             linear(f"{name}.mlp.{part}_proj", inner, size)
         linear(f"{name}.mlp.down_proj", size, inner)
+        if head.method == "dflash2":
+            taps, groups = head.flags["conv_kernel_size"], size // head.flags["conv_group_size"]
+            for part in ("attention_conv", "mlp_conv"):
+                base = torch.from_numpy(rng.normal(0, 0.4, (2, taps, size)))
+                found[f"{name}.{part}.base_kernel"] = base
+                linear(f"{name}.{part}.kernel_projection", 2 * taps * groups, size)
+    if head.method == "dflash2":
+        rank, tokens = head.flags["selector_rank"], target.vocab_size
+        for book in ("predecessor_codebook", "successor_codebook"):
+            found[f"candidate_selector.{book}"] = matrix(rng, tokens, rank) * rank**0.5
+        linear("candidate_selector.hidden_projection", rank, size)
     rank = head.flags.get("markov_rank", 0)
     if rank:
         found["markov_head.markov_w1.weight"] = matrix(rng, target.vocab_size, rank) * rank**0.5
@@ -81,6 +96,28 @@ def draw_dspark(rng: np.random.Generator, target: Any, form: str) -> PlainBlock:
     return head
 
 
+def draw_dflash2(rng: np.random.Generator, target: Any, form: str) -> PlainBlock:
+    """A DFlash2 head of speculators or z-lab, over its options."""
+    head = draw_block(rng, target, form)
+    head.method = "dflash2"
+    is_z_lab = form == "z-lab"
+    head.flags = {
+        "conv_kernel_size": int(rng.integers(1, 4)),
+        "conv_group_size": int(rng.choice([1, 2, head.layer["hidden_size"]])),
+        "selector_rank": int(rng.choice([3, 6])),
+        "selector_top_k": int(rng.choice([2, 5, target.vocab_size])),
+        "final_logit_softcapping": 2.0 if is_z_lab and rng.random() < 0.5 else None,
+        "output_multiplier": 0.6 if is_z_lab and rng.random() < 0.5 else 1.0,
+    }
+    head.embed_scale = 0.7 if is_z_lab and rng.random() < 0.5 else 1.0
+    head.ids = None
+    tables = {name: head.weights[name] for name in ("embed_tokens.weight", "lm_head.weight")}
+    head.weights = {}
+    draw_block_weights(rng, head, target, rows=target.vocab_size)
+    head.weights |= tables if is_z_lab else {}
+    return head
+
+
 def draw_block(
     rng: np.random.Generator, target: Any, form: str, kind: type[PlainBlock] = PlainBlock
 ) -> PlainBlock:
@@ -93,9 +130,9 @@ def draw_block(
     count = int(rng.integers(1, 4))
     least = 0 if form == "deepseek-ai" else 1
     ids = rng.permutation(np.arange(least, target.num_layers + 1))[:count]
-    causal = {SLIDING: form != "z-lab" and bool(rng.random() < 0.5)}
-    if form == "z-lab" and rng.random() < 0.4:
-        causal = {SLIDING: True, "full_attention": True}
+    causal = {SLIDING: form == "z-lab" or bool(rng.random() < 0.5)}
+    if form == "z-lab" and rng.random() < 0.6:
+        causal = dict.fromkeys((SLIDING, "full_attention"), bool(rng.random() < 0.6))
     head = kind(
         method="dflash",
         layer=layer,
@@ -141,9 +178,11 @@ def write_block(folder: Path, head: PlainBlock, target: Any, form: str) -> Path:
         }
         return write(folder, config | _heads(head), tensors)
     dflash = {"target_layer_ids": outputs, "mask_token_id": head.mask_token}
-    if head.causal.get("full_attention"):
-        dflash["causal"] = True
-    config |= {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
+    if "full_attention" in head.causal:
+        dflash["causal"] = head.causal["full_attention"]
+    if head.method == "dflash2":
+        dflash |= head.flags | {"input_embedding_scale": head.embed_scale}
+    config |= {"architectures": [ARCHITECTURES[head.method]], "dflash_config": dflash}
     for name in ("embed_tokens.weight", "lm_head.weight"):
         del tensors[name]
     if head.mask_embedding is not None:
@@ -154,7 +193,7 @@ def write_block(folder: Path, head: PlainBlock, target: Any, form: str) -> Path:
 def _heads(head: PlainBlock) -> dict[str, Any]:
     """Keys of DSpark's further heads."""
     plain = {"markov_rank": 0, "enable_confidence_head": False}
-    return head.flags if head.method == "dspark" else plain
+    return plain if head.method == "dflash" else head.flags
 
 
 def _write_speculators(
@@ -165,9 +204,7 @@ def _write_speculators(
     if head.ids is not None:
         tensors["d2t"] = head.ids - torch.arange(rows)
     config = {
-        "architectures": [
-            {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[head.method]
-        ],
+        "architectures": [ARCHITECTURES[head.method]],
         "speculators_model_type": head.method,
         "speculators_version": "0.9.0",
         "speculators_config": {

@@ -65,6 +65,49 @@ class PlainBlock(PlainEagle):
             drafts.append(token)
         return torch.stack(drafts), torch.stack(before), rows[-k:]
 
+    # ------------------------------------------------------------------ DFlash2
+
+    def convolved(self, name: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A part's input, convolved, and what its rows add to the taps of both sides."""
+        if f"{name}.base_kernel" not in self.weights:
+            return x, None
+        _, taps, size = self.weights[f"{name}.base_kernel"].shape
+        added = self.linear(f"{name}.kernel_projection", x).view(len(x), 2, taps, -1)
+        added = added.repeat_interleave(size // added.shape[3], 3)
+        return self.convolve(name, 0, x, added), added
+
+    def convolve(self, name: str, side: int, x: Tensor, added: Tensor | None) -> Tensor:
+        """Each row plus what it takes of the rows before it, of the block alone."""
+        if added is None:
+            return x
+        base = self.weights[f"{name}.base_kernel"][side]
+        out = torch.zeros_like(x)
+        for i in range(len(x)):
+            for tap in range(min(len(base), i + 1)):
+                out[i] += (base[tap] + added[i, side, tap]) * x[i - tap]
+        return out
+
+    def capped(self, hidden: Tensor) -> Tensor:
+        """Logits [V] of a row [D] as the file scales and caps them."""
+        cap, logits = self.flags["final_logit_softcapping"], self.logits(hidden)
+        logits = logits * self.flags["output_multiplier"]
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def selected(self, text: Tensor, aux: list[Tensor], k: int) -> tuple[Tensor, list[Tensor]]:
+        """Drafts [k], each the best of its candidates after the one before it, and the candidates'
+        scores."""
+        w, found = self.weights, []
+        token, every = text[-1], []
+        for hidden in self.block_states(text, aux, k):
+            latent = w["candidate_selector.predecessor_codebook"][token]
+            latent = latent * self.linear("candidate_selector.hidden_projection", hidden)
+            logits, ids = self.capped(hidden).topk(self.flags["selector_top_k"])
+            scores = logits + w["candidate_selector.successor_codebook"][ids] @ latent
+            token = ids[scores.argmax()]
+            found.append(token)
+            every.append(scores)
+        return torch.stack(found), every
+
     def num_rows(self, k: int) -> int:
         return k if self.samples_anchor else k + 1
 
@@ -82,12 +125,16 @@ class PlainBlock(PlainEagle):
         for i in range(self.layer["num_hidden_layers"]):
             name = f"layers.{i}"
             entering = norm(x, w[f"{name}.input_layernorm.weight"], eps)
-            x = x + self.block_attention(i, entering, context, start)
+            entering, kernel = self.convolved(f"{name}.attention_conv", entering)
+            attended = self.block_attention(i, entering, context, start)
+            x = x + self.convolve(f"{name}.attention_conv", 1, attended, kernel)
             inner = norm(x, w[f"{name}.post_attention_layernorm.weight"], eps)
+            inner, kernel = self.convolved(f"{name}.mlp_conv", inner)
             gate = self.activate(self.linear(f"{name}.mlp.gate_proj", inner))
-            x = x + self.linear(
+            out = self.linear(
                 f"{name}.mlp.down_proj", gate * self.linear(f"{name}.mlp.up_proj", inner)
             )
+            x = x + self.convolve(f"{name}.mlp_conv", 1, out, kernel)
         found = norm(x, w["norm.weight"], eps)
         return found if whole else found[-k:]
 
@@ -132,5 +179,7 @@ class PlainBlock(PlainEagle):
         if self.flags.get("markov_rank"):
             drafts, _, states = self.in_turn(text, aux, k)
             return drafts, states
+        if self.flags.get("selector_rank"):
+            return self.selected(text, aux, k)[0], self.block_states(text, aux, k)
         states = self.block_states(text, aux, k)
         return self.choose(states), states

@@ -68,3 +68,22 @@ def check_in_turn(
     if plain.flags["enable_confidence_head"]:
         expected = [plain.confidence(t, h) for t, h in zip(before, rows, strict=True)]
         torch.testing.assert_close(head.acceptance(rows, before), torch.stack(expected), **CLOSE)
+
+
+def check_selected(
+    rng: np.random.Generator, plain: PlainBlock, head: BlockHead, target: FakeTarget
+) -> None:
+    """Asserts the drafts of a candidate selector, and their candidates' scores."""
+    found, text, aux, k = run_block(rng, plain, head, target)
+    rows = plain.block_states(text, aux, k)
+    torch.testing.assert_close(found[-k:], rows, **CLOSE)
+    torch.testing.assert_close(head.compute_logits(rows), plain.capped(rows), **CLOSE)
+    drafts, scores = plain.selected(text, aux, k)
+    candidates, before = head.candidates(found[None, -k:]), text[-1:]
+    for i, (token, expected) in enumerate(zip(drafts, scores, strict=True)):
+        logits = head.candidate_logits(candidates, i, before)[0]
+        torch.testing.assert_close(
+            logits.topk(len(expected)).values, expected.sort(descending=True).values, **CLOSE
+        )
+        assert logits.argmax() == token
+        before = token[None]

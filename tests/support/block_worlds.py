@@ -74,6 +74,10 @@ def fit_head(world: BlockWorld, texts: list[tuple[int, ...]], first: dict[Any, i
 
 
 DSPARK = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True}
+SELECTOR = {
+    **{"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 4},
+    **{"final_logit_softcapping": None, "output_multiplier": 1.0},
+}
 RNN, GATED = ({**DSPARK, "markov_head_type": kind} for kind in ("rnn", "gated"))
 
 # name -> target, changes of the layer, fields, format, width, tokens left out
@@ -105,6 +109,11 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = {
         },
         *("deepseek-ai", 320, 0),
     ),
+    "dflash2 on qwen3": (
+        *("qwen3", {**SLIDING, "num_hidden_layers": 2}),
+        {"aux_layer_ids": (1, 2), "method": "dflash2", "flags": SELECTOR},
+        *("speculators", 192, 0),
+    ),
     "dflash with a short window on llama": (
         *("llama", {**SLIDING, "sliding_window": 3}),
         *({"aux_layer_ids": (1, 2)}, "speculators", 160, 0),
@@ -125,6 +134,8 @@ def make_world(folder: Path, name: str, num_prompts: int, sharpness: float = 1.0
     if left_out:
         plain.ids = torch.from_numpy(rng.permutation(target.vocab_size)[:rows]).sort().values
     draw_block_weights(rng, plain, target, rows=rows)
+    if plain.method == "dflash2":  # its scores change some of the best tokens, not most
+        plain.weights["candidate_selector.successor_codebook"] *= 0.05
     world = BlockWorld(folder=str(folder / "target"), target=target, plain=plain)
     fit_head(world, *known_texts(world, rng, num_prompts))
     plain.weights["lm_head.weight"] *= sharpness

@@ -133,7 +133,7 @@ def _draw_case(
     dtype = dtype or choices.dtypes[int(rng.integers(len(choices.dtypes)))]
     found = stage(pair.stage, dtype)
     k = 0 if pair.method == "none" else int(rng.choice(choices.num_drafts))
-    k = min(k, BLOCK_DRAFTS) if pair.method in ("dflash", "dspark") else k
+    k = min(k, BLOCK_DRAFTS) if pair.method in ("dflash", "dspark", "dflash2") else k
     sampled = bool(rng.random() < 0.45)
     max_num_seqs = int(rng.choice(choices.max_num_seqs))
     requests = _draw_requests(found, rng, sampled)

@@ -105,6 +105,7 @@ RANDOM_PAIRS = (
     Pair("random dspark on gemma4", "dspark", "drafter"),
     Pair("random mimo", "mtp"),
     Pair("random deepseek", "mtp"),
+    Pair("random dflash2 on qwen3", "dflash2", "drafter"),
 )
 PAIRS = ZOO_PAIRS + RANDOM_PAIRS
 

@@ -1,5 +1,5 @@
-"""Reads the config of a block drafter (DFlash, DSpark) as z-lab, speculators or deepseek-ai write
-it. loading.py checks it against the tensors and the target.
+"""Reads the config of a block drafter (DFlash, DSpark, DFlash2) as z-lab, speculators or
+deepseek-ai write it. loading.py checks it against the tensors and the target.
 """
 
 from __future__ import annotations
@@ -36,11 +36,19 @@ UNCOMPUTED = {  # z-lab's keys for other attentions -> the only supported value
 }
 
 
+@dataclass(slots=True, frozen=True)
+class Convolution:
+    """DFlash2's convolutions around attention and MLP."""
+
+    taps: int
+    group: int  # columns that share a row's tap
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BlockConfig:
     """A block drafter as its config describes it."""
 
-    method: str  # dflash or dspark
+    method: str  # dflash, dspark or dflash2
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
     family: Literal["dense", "gemma4"] = "dense"  # of its layers
@@ -59,6 +67,11 @@ class BlockConfig:
     markov_kind: str = "vanilla"
     has_confidence: bool = False
     confidence_reads_markov: bool = True
+    embed_scale: float = 1.0  # factor of the embedding's rows, where the target's does not count
+    output_multiplier: float = 1.0  # of the logits, before the soft cap
+    convolution: Convolution | None = None
+    selector_rank: int = 0  # 0: no candidate selector
+    num_candidates: int = 0  # tokens of each row that the selector chooses from
     verifier: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -74,7 +87,7 @@ class BlockConfig:
 
 
 def read_block_drafter(opened: Checkpoint, method: str) -> BlockConfig:
-    """The config of a folder that must hold a drafter for `method` (dflash or dspark).
+    """The config of a folder that must hold a drafter for `method` (dflash, dspark or dflash2).
 
     Raises CheckpointError for a drafter of another method, keys that contradict each other, and
     missing keys that have no default.
@@ -91,6 +104,8 @@ def read_block_drafter(opened: Checkpoint, method: str) -> BlockConfig:
     config = replace(read(keys, found, opened), verifier=found.verifier)
     if config.method == "dspark":
         config = _with_heads(config, keys)
+    if config.method == "dflash2":
+        config = _with_selector(config, keys)
     return config
 
 
@@ -148,8 +163,9 @@ def _layer_numbers(keys: ConfigReader, *names: str, least: int = 0) -> tuple[int
 
 
 def _read_speculators(keys: ConfigReader, found: Detected, opened: Checkpoint) -> BlockConfig:
-    """speculators' DFlashSpeculatorConfig and DSparkSpeculatorConfig; layers are counted as states
-    after that many, and sliding layers are causal unless the config says otherwise."""
+    """speculators' configs of DFlash, DSpark and DFlash2; layers are counted as states after that
+    many. Sliding layers are causal unless the config says otherwise, but DFlash2's, which are not
+    unless it says so."""
     layers = keys.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise keys.fail(
@@ -161,6 +177,8 @@ def _read_speculators(keys: ConfigReader, found: Detected, opened: Checkpoint) -
             "aux_hidden_state_layer_ids", "the target's layers that it reads: download it again"
         )
     from_anchor = _flag(keys, "sample_from_anchor")
+    sees_all = _flag(keys, "sliding_window_non_causal")
+    sees_all = found.method == "dflash2" if sees_all is None else sees_all
     width = "target_hidden_size"
     return BlockConfig(
         **_common(keys, found),
@@ -168,14 +186,15 @@ def _read_speculators(keys: ConfigReader, found: Detected, opened: Checkpoint) -
         aux_layer_ids=ids,
         mask_token_id=_mask_token(keys, "mask_token_id"),
         samples_anchor=found.method == "dspark" if from_anchor is None else from_anchor,
-        is_sliding_causal=not _flag(keys, "sliding_window_non_causal"),
+        is_sliding_causal=not sees_all,
         target_hidden_size=keys.count(width) if keys.get(width) is not None else None,
     )
 
 
 def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> BlockConfig:
-    """z-lab's DFlashDraftModel: embedding and head are the target's modules, scaling included, and
-    no layer is causal unless the config says so."""
+    """z-lab's DFlashDraftModel and DFlash2DraftModel: embedding and head are the target's modules,
+    DFlash's with their scaling; sliding layers are causal, and full ones not, unless the config
+    says what all are."""
     layers = dict(opened.config)
     if keys.get(f"{PART}.use_swa"):
         window = keys.count(f"{PART}.swa_window_size")
@@ -191,8 +210,8 @@ def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> Bloc
     notes: tuple[str, ...] = ()
     if causal is None and SLIDING in (layers.get("layer_types") or ()):
         notes = (
-            f"drafter {keys.where!r} does not say is_causal; its sliding layers are taken to see "
-            "the whole block, as its authors' code computes them",
+            f"drafter {keys.where!r} does not say is_causal; its sliding layers are taken to be "
+            "causal and its full ones not, as its authors' code computes them",
         )
     return BlockConfig(
         **_common(keys, found),
@@ -201,7 +220,7 @@ def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> Bloc
         mask_token_id=_mask_token(keys, f"{PART}.mask_token_id", "mask_token_id"),
         samples_anchor=bool(_flag(keys, f"{PART}.sample_from_anchor")),
         is_causal=bool(causal),
-        is_sliding_causal=bool(causal),
+        is_sliding_causal=causal is not False,
         scales_embedding=True,
         num_target_layers=num_target_layers,
         notes=notes,
@@ -258,6 +277,33 @@ def _with_heads(config: BlockConfig, keys: ConfigReader) -> BlockConfig:
         markov_kind=str(kind),
         has_confidence=has_confidence,
         confidence_reads_markov=reads_markov,
+    )
+
+
+def _with_selector(config: BlockConfig, keys: ConfigReader) -> BlockConfig:
+    """The config with DFlash2's convolutions and candidate selector, whose keys z-lab nests. Tokens
+    enter by the table's rows, times a factor that the file may state."""
+    at = "" if config.format == SPECULATORS else f"{PART}."
+    group, size = keys.count(f"{at}conv_group_size", 16), config.layers.get("hidden_size")
+    if isinstance(size, int) and size % group:
+        raise keys.fail(f"{at}conv_group_size", f"a divisor of hidden_size, {size}")
+    taps = keys.count(f"{at}conv_kernel_size", 2)
+    if taps > config.block_size:
+        raise keys.fail(f"{at}conv_kernel_size", f"at most block_size, {config.block_size}")
+    tokens = config.layers.get("vocab_size")
+    if config.draft_vocab_size not in (None, tokens):
+        raise keys.fail("draft_vocab_size", f"the vocabulary's size, {tokens}, or nothing")
+    most = keys.count(f"{at}selector_top_k", 16)
+    if isinstance(tokens, int) and most > tokens:
+        raise keys.fail(f"{at}selector_top_k", f"at most the vocabulary's size, {tokens}")
+    return replace(
+        config,
+        scales_embedding=False,
+        embed_scale=keys.number(f"{PART}.input_embedding_scale", 1.0),
+        output_multiplier=keys.number(f"{PART}.output_multiplier", 1.0),
+        convolution=Convolution(taps, group),
+        selector_rank=keys.count(f"{at}selector_rank", 256),
+        num_candidates=most,
     )
 
 

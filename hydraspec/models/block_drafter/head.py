@@ -1,4 +1,4 @@
-"""Block drafters: DFlash (arXiv 2602.06036), and DSpark on top of it.
+"""Block drafters: DFlash (arXiv 2602.06036), and DSpark and DFlash2 on top of it.
 
 The target's states at committed positions become context features, which every layer turns into
 keys and values at these positions. A block (the newest token, then mask tokens) attends to that
@@ -17,7 +17,9 @@ from hydraspec_kernels.attention import GroupShape
 from torch import Tensor
 
 from hydraspec.models.block_drafter.config import MASK_EMBEDDING, BlockConfig
+from hydraspec.models.block_drafter.convolved import ConvolvedLayer
 from hydraspec.models.block_drafter.markov import ConfidenceHead, MarkovHead
+from hydraspec.models.block_drafter.selector import Candidates, CandidateSelector
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_place import whole
 from hydraspec.models.draft_spec import DraftSpec
@@ -65,12 +67,13 @@ def canonical_name(name: str) -> str:
 
 
 class BlockHead(DraftTables):
-    """Draft head of DFlash or DSpark. `load_block_drafter` builds it empty, then fills and finishes
-    it.
+    """Draft head of DFlash, DSpark or DFlash2. `load_block_drafter` builds it empty, then fills and
+    finishes it.
 
     Attributes:
         markov: head that lets a draft know the one before it; None: drafts are independent.
         confidence: estimate of acceptance; None: the checkpoint has none.
+        selector: what chooses each draft among its candidates; None: the method has none.
         mask_embedding: what enters for mask tokens [D]; None: their row of the embedding.
         embed_scale: factor of the embedding; None: 1.
     """
@@ -82,6 +85,7 @@ class BlockHead(DraftTables):
         "layers": "layers.",
         "markov": "markov_head.",
         "confidence": "confidence_head.",
+        "selector": "candidate_selector.",
     }
     spec: DraftSpec
 
@@ -89,19 +93,29 @@ class BlockHead(DraftTables):
         """Builds empty weights. layers: shape of the layers, as `read_layers` reads it."""
         super().__init__(layers.hidden_size)
         self.config, self.shape, self.place = config, layers, place
-        self.softcap = config.softcap
+        # The file's factor comes before its soft cap; ours after it.
+        self.logit_scale = factor = config.output_multiplier
+        self.softcap = None if config.softcap is None else config.softcap / factor
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.fc = Linear(place, len(config.aux_layer_ids) * target_width, {"fc": size})
         self.hidden_norm = Norm(size, eps, place)
         self.norm = Norm(size, eps, place)
         self.layer_type, frequencies = FAMILIES[config.family]
-        self.layers = [self.layer_type(layers, i, place) for i in range(layers.num_layers)]
+        self.layers = [self._layer(i) for i in range(layers.num_layers)]
         self.theta = frequencies(layers, place)
         self.markov: MarkovHead | None = None
         self.confidence: ConfidenceHead | None = None
+        self.selector: CandidateSelector | None = None
         self.mask_embedding: Tensor | None = None
         self.embed_scale: float | None = None
         self.groups: dict[str, GroupShape] = {}
+
+    def _layer(self, index: int) -> Any:
+        found = self.config.convolution
+        if found is None:
+            return self.layer_type(self.shape, index, self.place)
+        taps, group = found.taps, found.group
+        return ConvolvedLayer(self.shape, index, self.place, taps=taps, group=group)
 
     def tensors(self) -> Tensors:
         """Every weight the checkpoint holds, by its canonical name."""
@@ -109,8 +123,8 @@ class BlockHead(DraftTables):
         return super().tensors() | ({} if row is None else {MASK_EMBEDDING: row})
 
     def add_heads(self, num_tokens: int) -> None:
-        """Builds DSpark's further heads with empty weights, once the tables are placed. num_tokens:
-        size of the target's vocabulary."""
+        """Builds DSpark's and DFlash2's further heads with empty weights, once the tables are
+        placed. num_tokens: size of the target's vocabulary."""
         config, size, place = self.config, self.hidden_size, whole(self.place)
         rank = config.markov_rank
         if rank:
@@ -119,6 +133,10 @@ class BlockHead(DraftTables):
         if config.has_confidence:
             inputs = size + (rank if config.confidence_reads_markov else 0)
             self.confidence = ConfidenceHead(inputs, place)
+        if config.selector_rank:
+            self.selector = CandidateSelector(
+                config.selector_rank, config.num_candidates, size, num_tokens, place
+            )
 
     def canonical_name(self, name: str) -> str | None:
         """The canonical name of a checkpoint's tensor: see the function `canonical_name`."""
@@ -184,6 +202,31 @@ class BlockHead(DraftTables):
             bias, state = self.markov.step(self.markov.embed(token), hidden, state)
             token, probs = choose(self.biased(logits[:, index], bias), index)
             yield token, probs
+
+    def candidates(self, rows: Tensor) -> Candidates:
+        """The tokens that drafts may be, from their rows [B, K, D]: the best of each row's
+        logits."""
+        assert self.selector is not None, "without a selector any token may be drafted"
+        columns = self.head.logits(rows.flatten(0, 1))
+        if self.banned is not None:
+            columns.index_fill_(1, self.banned, torch.finfo(columns.dtype).min)
+        best, tokens = self.vocabulary.best(columns, self.selector.most)
+        logits = best * self.logit_scale
+        cap = self.config.softcap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        shape = (*rows.shape[:2], -1)
+        return self.selector.candidates(rows, tokens.view(shape), logits.view(shape))
+
+    def candidate_logits(self, found: Candidates, index: int, before: Tensor) -> Tensor:
+        """Logits [B, V_draft] of draft `index` after tokens `before` [B]: those of its candidates,
+        and the dtype's minimum for all other tokens."""
+        assert self.selector is not None
+        scores = self.selector.scores(found, index, before)
+        logits = scores.new_full(
+            (scores.shape[0], self.vocabulary.size), torch.finfo(scores.dtype).min
+        )
+        return logits.scatter_(1, found.tokens[:, index], scores)
 
     def greedy_choice(self, columns: Tensor, index: int) -> tuple[Tensor, None]:
         """The best tokens [B], as ids of the target's vocabulary, by this rank's columns."""

@@ -48,8 +48,8 @@ def load_block_drafter(
 ) -> BlockHead:
     """The head of a folder, zoo:<name> or hub id, in the target's dtype and on its device.
 
-    method is dflash or dspark, and must be what the folder holds. Raises CheckpointError naming
-    both sides where method, config, tensors and target contradict each other.
+    method is dflash, dspark or dflash2, and must be what the folder holds. Raises CheckpointError
+    naming both sides where method, config, tensors and target contradict each other.
     """
     opened = open_draft(checkpoint)
     where = str(opened.folder)
@@ -78,8 +78,7 @@ def load_block_drafter(
         fill(head, opened, weights=weights, seed=seed)
         head.vocab_map = vocab_map(head, entries, target, weights, where)
         shares = share_equal_embedding(head, target)
-        if config.scales_embedding:
-            head.embed_scale = _embed_scale(head, target)
+        head.embed_scale = _embed_scale(head, target)
         for layer in head.layers:
             layer.finish()
         head.spec = _spec(head, target, shares)
@@ -88,8 +87,10 @@ def load_block_drafter(
 
 
 def _embed_scale(head: BlockHead, target: TargetModel) -> float | None:
-    """Factor of the embedding: the target's where its table is used, and that of Gemma's layers
-    for a table of the head's own."""
+    """Factor of the embedding, None for 1: the target's where its table is used, and that of
+    Gemma's layers for a table of the head's own; else what the file says."""
+    if not head.config.scales_embedding:
+        return None if head.config.embed_scale == 1.0 else head.config.embed_scale
     if head.config.family == "gemma4":
         return rounded(head.hidden_size**0.5, head.place.dtype)
     return getattr(target, "embed_scale", None) if head.embedding is target.table else None

@@ -298,7 +298,7 @@ def _over_blocks(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
         ids[:, 1:] = head.spec.mask_token_id
         rows = chains.several(ids, num_rows, groups, first=1, gap=trial.step_gap)
         states = head.draft_block(rows, caches).view(len(newest), num_rows, -1)
-        if head.markov is None:
+        if head.markov is None and head.selector is None:
             for step, each in enumerate(states[:, -k:].unbind(1)):
                 yield StepStates(step, part, each)
             continue
@@ -309,8 +309,13 @@ def _over_blocks(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
 
 
 def _given_tokens(head: Any, states: Tensor, newest: Tensor, truth: Tensor) -> list[Tensor]:
-    """Logits [n, V_draft] of each draft of a Markov head, after the target's own tokens [n, K]."""
+    """Logits [n, V_draft] of each draft that is chosen in view of the one before it, after the
+    target's own tokens [n, K]."""
     found: list[Tensor] = []
+    if head.selector is not None:
+        candidates = head.candidates(states[:, -truth.shape[1] :])
+        before = torch.cat((newest[:, None], truth[:, :-1].clamp(min=0)), 1)
+        return [head.candidate_logits(candidates, i, b) for i, b in enumerate(before.unbind(1))]
 
     def follow(columns: Tensor, index: int) -> tuple[Tensor, None]:
         found.append(head.vocabulary.whole(columns))

@@ -61,7 +61,10 @@ def _config(head: BlockHead, recipe: BlockRecipe, target: PreTrainedModel) -> di
     }
     if recipe.format == "z-lab":
         own = {"mask_token_id": shape.mask_token_id, "target_layer_ids": outputs}
-        return {**layers, **blocks, "architectures": ["DFlashDraftModel"], "dflash_config": own}
+        name = "DFlashDraftModel"
+        if shape.selector_rank:
+            name, own = "DFlash2DraftModel", own | _selector(shape)
+        return {**layers, **blocks, "architectures": [name], "dflash_config": own}
     heads: dict[str, Any] = {
         "enable_confidence_head": bool(shape.markov_rank),
         "markov_rank": shape.markov_rank,
@@ -73,6 +76,16 @@ def _config(head: BlockHead, recipe: BlockRecipe, target: PreTrainedModel) -> di
         own = {"num_anchors": recipe.num_anchors, "target_layer_ids": outputs}
         return {**layers, **blocks, **heads, **own, "architectures": ["Qwen3DSparkModel"]}
     return _speculators(head, recipe, target, layers, heads)
+
+
+def _selector(shape: BlockShape) -> dict[str, Any]:
+    """DFlash2's keys."""
+    return {
+        "conv_group_size": shape.conv_group,
+        "conv_kernel_size": shape.conv_taps,
+        "selector_rank": shape.selector_rank,
+        "selector_top_k": shape.num_candidates,
+    }
 
 
 def _layers(shape: BlockShape) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Plain definitions of the block drafters, DFlash and DSpark, over many blocks of a text at once.
+"""Plain definitions of the block drafters (DFlash, DSpark, DFlash2), over many blocks at once.
 
 The block of anchor a holds token a and mask tokens, at positions a, a + 1, ...; it sees the context
 features of positions below a, and itself. A row predicts the token at its own position, or with
@@ -12,6 +12,7 @@ N heads, H head size, V vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,7 @@ HeadKind = Literal["vanilla", "gated", "rnn"]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """A block drafter's shape; without markov_rank it is DFlash."""
+    """A block drafter's shape; without markov_rank and selector_rank it is DFlash."""
 
     layer: LayerShape
     target_size: int
@@ -41,6 +42,10 @@ class BlockShape:
     own_tables: bool = False  # embedding and head are the drafter's own
     markov_rank: int = 0
     markov_kind: HeadKind = "vanilla"
+    conv_taps: int = 0  # 0: no convolutions
+    conv_group: int = 1  # columns that share a row's tap
+    selector_rank: int = 0
+    num_candidates: int = 0  # of a draft, for the selector
 
     @property
     def most_drafts(self) -> int:
@@ -112,21 +117,61 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-class BlockLayer(nn.Module):
-    """Qwen3's decoder layer over blocks."""
+class Convolutions(nn.Module):
+    """DFlash2's convolutions over a block's rows, before and after a part of a layer. Each row's
+    taps are a base plus what the part's input gives."""
 
-    def __init__(self, shape: LayerShape, window: int | None) -> None:
+    def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()
+        self.sizes = (2, taps, size // group, 1)
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
+        self.kernel_projection = linear(size, 2 * taps * (size // group))
+
+    def taps(self, x: Tensor) -> Tensor:
+        """The taps [..., R, 2, taps, D] of rows x [..., R, D]."""
+        added = self.kernel_projection(x).unflatten(-1, self.sizes)
+        return self.base_kernel + added.expand(
+            *added.shape[:-1], x.shape[-1] // self.sizes[2]
+        ).flatten(-2)
+
+    @staticmethod
+    def forward(x: Tensor, taps: Tensor) -> Tensor:  # type: ignore[override]
+        """Convolved rows of x [..., R, D], from one side's taps [..., R, taps, D]."""
+        out = taps[..., 0, :] * x
+        for tap in range(1, taps.shape[-2]):
+            out = out + taps[..., tap, :] * F.pad(x[..., :-tap, :], (0, 0, tap, 0))
+        return out
+
+
+class BlockLayer(nn.Module):
+    """Qwen3's decoder layer over blocks, with DFlash2's convolutions where the shape has them."""
+
+    def __init__(self, block: BlockShape, window: int | None) -> None:
+        super().__init__()
+        shape = block.layer
         self.self_attn = BlockAttention(shape, window)
         self.mlp = GatedMLP(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
+        self.attention_conv = self.mlp_conv = None
+        if block.conv_taps:
+            sizes = (shape.hidden_size, block.conv_taps, block.conv_group)
+            self.attention_conv, self.mlp_conv = Convolutions(*sizes), Convolutions(*sizes)
 
     def forward(self, h: Tensor, context: Tensor, places: Places) -> Tensor:
         """The layer's output [B, A, R, D]; the context enters without the input norm."""
-        h = h + self.self_attn(self.input_layernorm(h), context, places)
-        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        x = self.input_layernorm(h)
+        h = h + _around(self.attention_conv, x, lambda x: self.self_attn(x, context, places))
+        out: Tensor = h + _around(self.mlp_conv, self.post_attention_layernorm(h), self.mlp)
         return out
+
+
+def _around(conv: Convolutions | None, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """A part's output for x, with convolutions before and after it."""
+    if conv is None:
+        return part(x)
+    taps = conv.taps(x)
+    return conv(part(conv(x, taps[..., 0, :, :])), taps[..., 1, :, :])
 
 
 class MarkovHead(nn.Module):
@@ -172,8 +217,25 @@ class ConfidenceHead(nn.Module):
         return out
 
 
+class CandidateSelector(nn.Module):
+    """DFlash2's score of a candidate c after token p at a row h: <A[p] * (W h), B[c]>."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        rank, size = shape.selector_rank, shape.layer.hidden_size
+        self.predecessor_codebook = nn.Parameter(torch.zeros(shape.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape.vocab_size, rank))
+        self.hidden_projection = linear(size, rank)
+
+    def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Scores [..., C] of candidates [..., C] after tokens [...] at rows hidden [..., D]."""
+        latent = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(hidden)
+        after = F.embedding(candidates, self.successor_codebook)
+        return (after * latent.unsqueeze(-2)).sum(-1)
+
+
 class BlockHead(nn.Module):
-    """DFlash (arXiv 2602.06036); with a Markov rank, DSpark."""
+    """DFlash (arXiv 2602.06036); with a Markov rank, DSpark; with a selector, DFlash2."""
 
     token_ids: Tensor | None = None  # [W] target ids of the draft vocabulary; None: all
 
@@ -183,7 +245,7 @@ class BlockHead(nn.Module):
         self.shape = shape
         self.fc = linear(shape.num_aux * shape.target_size, size)
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
-        self.layers = nn.ModuleList(BlockLayer(shape.layer, w) for w in shape.windows)
+        self.layers = nn.ModuleList(BlockLayer(shape, w) for w in shape.windows)
         self.lm_head = self.embed_tokens = None
         if shape.own_tables:
             self.lm_head = linear(size, shape.draft_vocab_size)
@@ -192,6 +254,7 @@ class BlockHead(nn.Module):
         if shape.markov_rank:
             self.markov_head = MarkovHead(shape)
             self.confidence_head = ConfidenceHead(size + shape.markov_rank)
+        self.candidate_selector = CandidateSelector(shape) if shape.selector_rank else None
 
     def states(self, target: TargetView, tokens: Tensor, anchors: Tensor, num_rows: int) -> Tensor:
         """States [B, A, R, D] of the blocks at `anchors` [B, A] of texts [B, T]."""
@@ -236,7 +299,13 @@ class BlockHead(nn.Module):
             if self.markov_head is not None:
                 bias, state = self.markov_head.step(token, states[:, :, i], state)
                 scores = scores + bias
-            token = scores.argmax(-1)
+            if self.candidate_selector is not None:
+                best = scores.topk(self.shape.num_candidates)
+                added = self.candidate_selector(states[:, :, i], token, best.indices)
+                place = (best.values + added).argmax(-1, keepdim=True)
+                token = best.indices.gather(-1, place).squeeze(-1)
+            else:
+                token = scores.argmax(-1)
             token = token if self.token_ids is None else self.token_ids[token]
             found.append(token)
         return torch.stack(found, -1)

@@ -14,7 +14,7 @@ class BlockRecipe(Training):
     """Shape and training settings of a block drafter. It sees the first `num_texts` of the texts
     that heads of the other kinds see, and has few steps on purpose, see README.md."""
 
-    kind: Literal["dflash", "dspark"]
+    kind: Literal["dflash", "dspark", "dflash2"]
     format: Literal["z-lab", "speculators", "deepseek-ai"]
     target: str
     layer: LayerShape
@@ -25,6 +25,10 @@ class BlockRecipe(Training):
     own_tables: bool = False
     markov_rank: int = 0
     markov_kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    conv_taps: int = 0
+    conv_group: int = 16
+    selector_rank: int = 0
+    num_candidates: int = 16
     num_texts: int = 3_000
     num_anchors: int = 24  # blocks of a text and step
     batch_size: int = 24
@@ -54,6 +58,17 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         own_tables=True,
         markov_rank=32,
         steps=700,
+    ),
+    # As tiny_qwen3-dflash, with convolutions and a selector.
+    "tiny_qwen3-dflash2": BlockRecipe(
+        kind="dflash2",
+        format="z-lab",
+        target="tiny_qwen3",
+        layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
+        aux_layer_ids=(2, 9, 15),
+        conv_taps=2,
+        selector_rank=32,
+        steps=1500,
     ),
     # A sliding layer, causal, then a full one; half the vocabulary.
     "tiny_gemma4-dflash": BlockRecipe(

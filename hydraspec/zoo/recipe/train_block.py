@@ -53,6 +53,10 @@ def build(recipe: BlockRecipe, target_config: Any) -> BlockHead:
             own_tables=recipe.own_tables,
             markov_rank=recipe.markov_rank,
             markov_kind=recipe.markov_kind,
+            conv_taps=recipe.conv_taps,
+            conv_group=recipe.conv_group,
+            selector_rank=recipe.selector_rank,
+            num_candidates=recipe.num_candidates,
         )
     )
 
@@ -73,6 +77,13 @@ def start(head: BlockHead, recipe: BlockRecipe, aux: Tensor, target: PreTrainedM
             head.lm_head.weight.copy_(view.head if ids is None else view.head[ids])
         if head.markov_head is not None:
             head.markov_head.markov_w2.weight.mul_(0.1)
+        for name, parameter in head.named_parameters():
+            if name.endswith("base_kernel"):  # convolutions begin as what they convolve
+                parameter[:, 0] = 1.0
+            elif name.endswith("kernel_projection.weight"):
+                parameter.zero_()
+            elif name.endswith("codebook"):  # scores begin near those without the selector
+                parameter.normal_(std=0.5 if "predecessor" in name else 0.05)
 
 
 def draw_anchors(batch: Sequences, count: int) -> Tensor:
@@ -110,8 +121,35 @@ def block_loss(
         is_right = (logits.argmax(-1) == wanted.argmax(-1)) & (wanted.sum(-1) > 0.5)
         losses = F.binary_cross_entropy_with_logits(odds, is_right.float(), reduction="none")
         extra = CONFIDENCE_WEIGHT * (losses * valid).sum() / valid.sum()
+    if head.candidate_selector is not None:
+        previous = batch.tokens[each, inside]
+        extra = extra + _selector_loss(head, states, logits, previous, wanted, weights)
     losses = -(wanted * F.log_softmax(logits.float(), -1)).sum(-1)
     return (losses * weights).sum() / weights.sum() + extra
+
+
+def _selector_loss(
+    head: BlockHead,
+    states: Tensor,
+    logits: Tensor,
+    previous: Tensor,
+    wanted: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Weighted mean of the cross entropy with the target's best token among each draft's
+    candidates [B, A, K, C], after the text's tokens `previous` [B, A, K]. Where the best token is
+    none of them, it takes the last one's place."""
+    assert head.candidate_selector is not None
+    best = wanted.argmax(-1, keepdim=True)
+    candidates = logits.detach().topk(head.shape.num_candidates).indices
+    is_best = candidates == best
+    has_best = is_best.any(-1, keepdim=True)
+    place = is_best.int().argmax(-1).where(has_best.squeeze(-1), candidates.shape[-1] - 1)
+    candidates = torch.cat((candidates[..., :-1], candidates[..., -1:].where(has_best, best)), -1)
+    scores = logits.gather(-1, candidates).float()
+    scores = scores + head.candidate_selector(states, previous, candidates).float()
+    losses = F.cross_entropy(scores.flatten(0, 2), place.flatten(), reduction="none")
+    return (losses.view(weights.shape) * weights).sum() / weights.sum()
 
 
 def train_block(
