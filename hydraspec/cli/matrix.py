@@ -48,7 +48,7 @@ QUANTISED = (
 )
 RAGGED = "tiny_gemma4_fp8_block"  # whose blocks no ranks divide
 VLLM_DRAFTERS = ("eagle", "eagle3", "gemma4_mtp", "mtp", "peagle")
-DRAFTERS = (*VLLM_DRAFTERS, "dflash", "dspark")
+DRAFTERS = (*VLLM_DRAFTERS, "dflash", "dspark", "dflash2")
 GRAPHS = ("full", "full_and_piecewise", "full_decode_only", "piecewise")
 
 

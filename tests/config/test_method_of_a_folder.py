@@ -187,7 +187,7 @@ def test_a_k_that_does_not_fit_the_step_is_refused_once_known(tmp_path):
     ("config", "says"),
     [
         ({"model_type": "gemma4"}, ["model_type 'gemma4'", "is no drafter", "Mistral"]),
-        (speculators("medusa"), ["'medusa'", "eagle, eagle3, peagle, mtp, dflash, dspark"]),
+        (speculators("medusa"), ["'medusa'", "eagle3, peagle, mtp, dflash, dspark, dflash2"]),
     ],
 )
 def test_what_is_no_drafter_is_refused(tmp_path, config, says):

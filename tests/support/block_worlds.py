@@ -135,7 +135,7 @@ def make_world(folder: Path, name: str, num_prompts: int, sharpness: float = 1.0
         plain.ids = torch.from_numpy(rng.permutation(target.vocab_size)[:rows]).sort().values
     draw_block_weights(rng, plain, target, rows=rows)
     if plain.method == "dflash2":  # its scores change some of the best tokens, not most
-        plain.weights["candidate_selector.successor_codebook"] *= 0.05
+        plain.weights["candidate_selector.successor_codebook"] *= 0.01
     world = BlockWorld(folder=str(folder / "target"), target=target, plain=plain)
     fit_head(world, *known_texts(world, rng, num_prompts))
     plain.weights["lm_head.weight"] *= sharpness

@@ -1,5 +1,5 @@
-"""Variants of block heads (DFlash, DSpark): their mask, their norm of features, and the places of
-their rows.
+"""Variants of block heads (DFlash, DSpark, DFlash2): their mask, their norm of features, and the
+places of their rows.
 """
 
 from __future__ import annotations

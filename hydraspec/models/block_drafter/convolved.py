@@ -37,7 +37,8 @@ class Convolutions(Weights):
 
     def taps(self, y: Tensor) -> Tensor:
         """What rows y [T, D] add to the base, [T, 2, taps, D / group]."""
-        return self.projection.forward(y).unflatten(1, self.sizes)
+        found: Tensor = self.projection.forward(y).unflatten(1, self.sizes)
+        return found
 
     def before(self, y: Tensor, taps: Tensor, rows_per_block: int) -> Tensor:
         """The part's input [T, D] from its rows y [T, D] and their taps."""
@@ -53,7 +54,8 @@ class Convolutions(Weights):
 class ConvolvedLayer(DenseLayer):
     """Pre-norm layer whose attention and MLP each read and write through convolutions."""
 
-    names: Mapping[str, str] = DenseLayer.names | {
+    names: Mapping[str, str] = {
+        **DenseLayer.names,
         "attention_conv": "attention_conv.",
         "mlp_conv": "mlp_conv.",
     }

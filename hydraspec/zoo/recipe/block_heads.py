@@ -130,12 +130,11 @@ class Convolutions(nn.Module):
     def taps(self, x: Tensor) -> Tensor:
         """The taps [..., R, 2, taps, D] of rows x [..., R, D]."""
         added = self.kernel_projection(x).unflatten(-1, self.sizes)
-        return self.base_kernel + added.expand(
-            *added.shape[:-1], x.shape[-1] // self.sizes[2]
-        ).flatten(-2)
+        size = x.shape[-1] // self.sizes[2]
+        out: Tensor = self.base_kernel + added.expand(*added.shape[:-1], size).flatten(-2)
+        return out
 
-    @staticmethod
-    def forward(x: Tensor, taps: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, taps: Tensor) -> Tensor:
         """Convolved rows of x [..., R, D], from one side's taps [..., R, taps, D]."""
         out = taps[..., 0, :] * x
         for tap in range(1, taps.shape[-2]):
@@ -171,7 +170,8 @@ def _around(conv: Convolutions | None, x: Tensor, part: Callable[[Tensor], Tenso
     if conv is None:
         return part(x)
     taps = conv.taps(x)
-    return conv(part(conv(x, taps[..., 0, :, :])), taps[..., 1, :, :])
+    out: Tensor = conv(part(conv(x, taps[..., 0, :, :])), taps[..., 1, :, :])
+    return out
 
 
 class MarkovHead(nn.Module):
@@ -231,7 +231,8 @@ class CandidateSelector(nn.Module):
         """Scores [..., C] of candidates [..., C] after tokens [...] at rows hidden [..., D]."""
         latent = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(hidden)
         after = F.embedding(candidates, self.successor_codebook)
-        return (after * latent.unsqueeze(-2)).sum(-1)
+        out: Tensor = (after * latent.unsqueeze(-2)).sum(-1)
+        return out
 
 
 class BlockHead(nn.Module):
