@@ -83,6 +83,7 @@ def eager(method: str, k: int, count: int = NUM_REQUESTS) -> Run:
             ("eagle", "full"),
             ("mtp", "piecewise"),
             ("dspark on gemma4", "full_and_piecewise"),
+            ("dflash2", "full_and_piecewise"),
         },
     ),
 )

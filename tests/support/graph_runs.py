@@ -39,6 +39,7 @@ PAIRS = {
     "dflash": ("tiny_qwen3", "tiny_qwen3-dflash"),
     "dflash on gemma4": ("tiny_gemma4", "tiny_gemma4-dflash"),
     "dspark": ("tiny_qwen3", "tiny_qwen3-dspark"),
+    "dflash2": ("tiny_qwen3", "tiny_qwen3-dflash2"),
     "dspark on gemma4": ("tiny_gemma4", "tiny_gemma4-dspark"),
 }
 
