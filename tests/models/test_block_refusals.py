@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from block_folders import draw_block, draw_dspark, write_block
+from block_folders import draw_block, draw_dflash2, draw_dspark, write_block
 from block_rows import load
 from eagle_folders import FakeTarget
 from safetensors.torch import load_file, save_file
@@ -42,7 +42,7 @@ def drop(name: str, part: str | None = None) -> Edit:
 def made(folder: Path, form: str, edit: Edit, method: str = "dflash") -> tuple[Path, FakeTarget]:
     """A head of two aux states whose config and tensors were edited."""
     target = FakeTarget(np.random.default_rng(1), hidden_size=16, vocab_size=40)
-    draw = draw_dspark if method == "dspark" else draw_block
+    draw = {"dspark": draw_dspark, "dflash2": draw_dflash2}.get(method, draw_block)
     for seed in range(99):
         plain = draw(np.random.default_rng(seed), target, form)
         if len(plain.aux_layer_ids) == 2:
@@ -118,6 +118,43 @@ def test_a_wrong_markov_head_is_refused(name: str, tmp_path: Path) -> None:
     folder, target = made(tmp_path / "d", "deepseek-ai", edit, "dspark")
     with pytest.raises(CheckpointError) as refused:
         load(folder, "dspark", target)
+    assert all(part in str(refused.value) for part in says), refused.value
+
+
+SELECTOR: dict[str, tuple[str, Edit, list[str]]] = {
+    "a group that divides nothing": (
+        *("z-lab", within(DFLASH, conv_group_size=5)),
+        ["dflash_config.conv_group_size is 5", "a divisor of hidden_size, 16"],
+    ),
+    "more taps than rows": (
+        *("speculators", keys(conv_kernel_size=99)),
+        ["conv_kernel_size is 99", "at most block_size"],
+    ),
+    "more candidates than tokens": (
+        *("z-lab", within(DFLASH, selector_top_k=41)),
+        ["selector_top_k is 41", "at most the vocabulary's size, 40"],
+    ),
+    "a narrower vocabulary": (
+        *("speculators", keys(draft_vocab_size=33)),
+        ["draft_vocab_size is 33", "the vocabulary's size, 40"],
+    ),
+    "a factor as text": (
+        *("z-lab", within(DFLASH, output_multiplier="0.2")),
+        ["output_multiplier is '0.2'", "a number above 0"],
+    ),
+    "no codebook": (
+        *("z-lab", drop("candidate_selector.successor_codebook")),
+        ["candidate_selector.successor_codebook"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SELECTOR)
+def test_a_wrong_selector_is_refused(name: str, tmp_path: Path) -> None:
+    form, edit, says = SELECTOR[name]
+    folder, target = made(tmp_path / "d", form, edit, "dflash2")
+    with pytest.raises(CheckpointError) as refused:
+        load(folder, "dflash2", target)
     assert all(part in str(refused.value) for part in says), refused.value
 
 

@@ -43,6 +43,7 @@ RUNS = {
     "peagle on qwen3": ("peagle", "qwen3_8b", "qwen3_8b-peagle"),
     "dflash on qwen3": ("dflash", "qwen3_8b", "qwen3_8b-dflash"),
     "dspark on qwen3": ("dspark", "qwen3_8b", "qwen3_8b-dspark"),
+    "dflash2 on qwen3": ("dflash2", "qwen3_8b", "qwen3_8b-dflash2"),
     "eagle on mistral": ("eagle", "mistral_7b", "mistral_7b-eagle"),
     "eagle on mistral medium, in fp8": (
         *("eagle", "mistral_medium_3_5", "mistral_medium_3_5-eagle"),
