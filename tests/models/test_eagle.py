@@ -26,10 +26,12 @@ from eagle_folders import (
     write_hugging_face,
     write_speculators,
 )
+from eagle_gemma4 import draw_gemma_eagle3, write_gemma_eagle3
 from eagle_rows import CLOSE, PagedRows, check_chain, draw_text, load, target_step
 from grids import slow_unless
 
 from hydraspec.models.detect import resolve
+from hydraspec.types import CheckpointError
 
 NUM_CONFIGS = 24
 SEEDS = slow_unless(lambda seed: seed < NUM_CONFIGS // 2, ((seed,) for seed in range(NUM_CONFIGS)))
@@ -54,6 +56,29 @@ def test_eagle3_chain(tmp_path: Path, seed: int) -> None:
     assert head.spec.aux_layer_ids == plain.aux_layer_ids
     assert head.spec.feedback == ("post_norm" if plain.flags["norm_output"] else "pre_norm")
     check_chain(rng, plain, head, target)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_chain_of_a_gemma_layer(tmp_path: Path, seed: int) -> None:
+    """As deepseek-ai publishes it for the 12B."""
+    rng = np.random.default_rng([37, seed])
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_gemma_eagle3(rng, target)
+    folder = write_gemma_eagle3(tmp_path / "d", plain, target)
+    assert resolve("zoo:tiny_mistral", str(folder)).method == "eagle3"
+    head = load(folder, "eagle3", target)
+    assert (head.spec.aux_layer_ids, head.spec.num_layers) == (plain.aux_layer_ids, 1)
+    check_chain(rng, plain, head, target)
+
+
+def test_a_deeper_head_of_gemma_layers_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    target = FakeTarget(rng, hidden_size=16, vocab_size=40)
+    plain = draw_gemma_eagle3(rng, target)
+    plain.layer["num_hidden_layers"] = 2
+    folder = write_gemma_eagle3(tmp_path / "d", plain, target)
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 2; expected 1"):
+        load(folder, "eagle3", target)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -67,21 +67,20 @@ class PlainGemmaBlock(PlainBlock):
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
-def draw_gemma_block(rng: np.random.Generator, target: Any) -> PlainGemmaBlock:
-    """A head with every tensor, norms away from 1."""
-    size, inner, kv = target.hidden_size, 24, int(rng.choice([1, 2]))
-    is_equal, dim, rank = bool(rng.random() < 0.5), 8, 4
-    layer = {
+def draw_gemma_layer(rng: np.random.Generator, target: Any) -> dict[str, Any]:
+    """The config of two layers of a drafter, with and without separate values."""
+    kv = int(rng.choice([1, 2]))
+    return {
         "attention_bias": False,
-        "attention_k_eq_v": is_equal,
+        "attention_k_eq_v": bool(rng.random() < 0.5),
         "enable_moe_block": False,
         "final_logit_softcapping": 3.0,
-        "global_head_dim": dim,
+        "global_head_dim": 8,
         "head_dim": 4,
         "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": size,
+        "hidden_size": target.hidden_size,
         "hidden_size_per_layer_input": 0,
-        "intermediate_size": inner,
+        "intermediate_size": 24,
         "max_position_embeddings": 256,
         "model_type": "gemma4_unified_text",
         "num_attention_heads": 2 * kv,
@@ -100,6 +99,13 @@ def draw_gemma_block(rng: np.random.Generator, target: Any) -> PlainGemmaBlock:
         "sliding_window": 8,
         "vocab_size": target.vocab_size,
     }
+
+
+def draw_gemma_block(rng: np.random.Generator, target: Any) -> PlainGemmaBlock:
+    """A head with every tensor, norms away from 1."""
+    layer, rank = draw_gemma_layer(rng, target), 4
+    size, inner, dim = target.hidden_size, layer["intermediate_size"], layer["global_head_dim"]
+    kv, is_equal = layer["num_key_value_heads"], layer["attention_k_eq_v"]
     ids = rng.permutation(target.num_layers + 1)[:2]
     head = PlainGemmaBlock(
         method="dspark",

@@ -5,7 +5,7 @@ deepseek-ai write it. loading.py checks it against the tensors and the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from hydraspec_kernels.attention import RowMask
 
@@ -21,6 +21,7 @@ from hydraspec.models.detect import (
     check_method,
     part_of,
 )
+from hydraspec.models.draft_families import FamilyName, plain_gemma_layers
 from hydraspec.models.kv_groups import FULL, SLIDING
 
 PART = "dflash_config"  # the object in which z-lab's files keep the drafter's own keys
@@ -51,7 +52,7 @@ class BlockConfig:
     method: str  # dflash, dspark or dflash2
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
-    family: Literal["dense", "gemma4"] = "dense"  # of its layers
+    family: FamilyName = "dense"  # of its layers
     aux_layer_ids: tuple[int, ...]  # states after so many layers of the target; 0: its embedding
     block_size: int  # rows of a block, the newest token's included
     mask_token_id: int
@@ -238,7 +239,7 @@ def _read_deepspec(keys: ConfigReader, found: Detected, opened: Checkpoint) -> B
     is_gemma = architectures_of(opened.config) == GEMMA_ARCHITECTURE
     return BlockConfig(
         **_common(keys, found),
-        layers=_gemma_layers(keys) if is_gemma else dict(opened.config),
+        layers=plain_gemma_layers(keys) if is_gemma else dict(opened.config),
         family="gemma4" if is_gemma else "dense",
         scales_embedding=is_gemma,
         aux_layer_ids=ids_of_layer_outputs(outputs),
@@ -246,17 +247,6 @@ def _read_deepspec(keys: ConfigReader, found: Detected, opened: Checkpoint) -> B
         samples_anchor=True,
         num_target_layers=keys.count(depth) if keys.get(depth) is not None else None,
     )
-
-
-def _gemma_layers(keys: ConfigReader) -> dict[str, Any]:
-    """The config of Gemma 4 layers: their target's, of which all attend to everything. Raises
-    CheckpointError for experts, per-layer inputs and shared KV, which such drafters lack."""
-    for key in ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if keys.get(key):
-            raise keys.fail(key, "0 or false: drafters have plain layers")
-    kinds = [FULL] * keys.count("num_hidden_layers")
-    plain = {"hidden_size_per_layer_input": 0, "layer_types": kinds, "model_type": "gemma4_text"}
-    return {**keys.values, **plain}
 
 
 def _with_heads(config: BlockConfig, keys: ConfigReader) -> BlockConfig:

@@ -20,12 +20,10 @@ from hydraspec.models.block_drafter.config import MASK_EMBEDDING, BlockConfig
 from hydraspec.models.block_drafter.convolved import ConvolvedLayer
 from hydraspec.models.block_drafter.markov import ConfidenceHead, MarkovHead
 from hydraspec.models.block_drafter.selector import Candidates, CandidateSelector
-from hydraspec.models.dense.layer import DenseLayer
+from hydraspec.models.draft_families import FAMILIES
 from hydraspec.models.draft_place import whole
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.draft_tables import DraftTables
-from hydraspec.models.gemma4.layer import Gemma4Layer
-from hydraspec.models.gemma4.model import rope_frequencies_by_kind
 from hydraspec.models.kv_groups import (
     DRAFT_GROUPS,
     BlockSize,
@@ -48,13 +46,6 @@ _STARTS = (  # other spellings of names
     ("encoder.fc.", "fc."),
     ("encoder.output_norm_enc.", "hidden_norm."),
 )
-
-
-# By family: the class of layers, and the rotary frequencies of a shape in a place.
-FAMILIES: dict[str, tuple[Any, Callable[[Any, Place], Any]]] = {
-    "dense": (DenseLayer, lambda shape, place: place.frequencies(shape.rope.theta)),
-    "gemma4": (Gemma4Layer, rope_frequencies_by_kind),
-}
 
 
 def canonical_name(name: str) -> str:
@@ -100,9 +91,10 @@ class BlockHead(DraftTables):
         self.fc = Linear(place, len(config.aux_layer_ids) * target_width, {"fc": size})
         self.hidden_norm = Norm(size, eps, place)
         self.norm = Norm(size, eps, place)
-        self.layer_type, frequencies = FAMILIES[config.family]
+        family = FAMILIES[config.family]
+        self.layer_type = family.layer
         self.layers = [self._layer(i) for i in range(layers.num_layers)]
-        self.theta = frequencies(layers, place)
+        self.theta = family.frequencies(layers, place)
         self.markov: MarkovHead | None = None
         self.confidence: ConfidenceHead | None = None
         self.selector: CandidateSelector | None = None

@@ -4,9 +4,7 @@ config against the tensors and the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,8 +18,8 @@ from hydraspec.models.block_drafter.config import (
     read_block_drafter,
 )
 from hydraspec.models.block_drafter.head import BlockHead, canonical_name
-from hydraspec.models.dense.config import read_dense_config
 from hydraspec.models.detect import Z_LAB, open_draft
+from hydraspec.models.draft_families import FAMILIES
 from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec, fewer_positions
 from hydraspec.models.draft_tables import (
@@ -31,16 +29,9 @@ from hydraspec.models.draft_tables import (
     suppressed,
     vocab_map,
 )
-from hydraspec.models.gemma4.config import read_gemma4_config
 from hydraspec.models.gemma4.model import rounded
 from hydraspec.models.parts import DecoderConfig
 from hydraspec.models.weights import fill
-
-# By family of layers: the shape in a Hugging Face config.
-READERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
-    "dense": read_dense_config,
-    "gemma4": read_gemma4_config,
-}
 
 
 def load_block_drafter(
@@ -54,7 +45,7 @@ def load_block_drafter(
     opened = open_draft(checkpoint)
     where = str(opened.folder)
     config = read_block_drafter(opened, method)
-    layers = READERS[config.family](config.layers, where)
+    layers = FAMILIES[config.family].read(config.layers, where)
     entries: Entries = {}
     if weights == "checkpoint":
         _check_no_pickle(opened.folder)

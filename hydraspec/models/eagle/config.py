@@ -21,11 +21,13 @@ from hydraspec.models.detect import (
     check_method,
     part_of,
 )
+from hydraspec.models.draft_families import FamilyName, plain_gemma_layers
 from hydraspec.models.kv_groups import SLIDING
 
 PARTS = ("eagle_config", "dflash_config")  # objects whose keys are read by their paths
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 UNCLEAR_AUX_KEY = "aux_hidden_state_layer_ids"  # published with both ways of counting layers
+GEMMA_ARCHITECTURE = "gemma4eagle3model"
 COMPUTED = {  # the only supported value of each key
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -41,6 +43,7 @@ class EagleConfig:
     method: str  # eagle, eagle3 or peagle
     format: str
     layers: dict[str, Any]  # its decoder layers, as a Hugging Face config
+    family: FamilyName = "dense"  # of its layers
     aux_layer_ids: tuple[int, ...] | None = None  # None: the default for the target's depth
     num_aux: int | None = None  # number of aux states, if the config states it
     use_aux: bool = True  # else its input is the target's final hidden state, without fc
@@ -54,6 +57,7 @@ class EagleConfig:
     draft_vocab_size: int | None = None
     mask_token_id: int | None = None
     logit_scale: float = 1.0
+    softcap: float | None = None  # of the logits
     verifier: str | None = None  # the target it was trained for
     notes: tuple[str, ...] = ()
 
@@ -84,6 +88,8 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
     nested = {name: part_of(raw, name, where) for name in PARTS}
     paths = {f"{name}.{key}": part[key] for name, part in nested.items() for key in part}
     keys = ConfigReader(raw | paths, where)
+    if architectures_of(raw) == GEMMA_ARCHITECTURE:
+        return _read_gemma(keys, found)
     layers = _layers(raw if found.format != SPECULATORS else _nested(keys))
     _refuse_uncomputed(keys, layers)
     ids, notes = _aux_layer_ids(keys)
@@ -112,6 +118,24 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
             "one, since each norms what enters fc: mend the config"
         )
     return config if method == "eagle3" else _with_mask(config, keys)
+
+
+def _read_gemma(keys: ConfigReader, found: Detected) -> EagleConfig:
+    """deepseek-ai's Gemma4Eagle3Model: one Gemma 4 layer, scaled embedding and soft cap as their
+    target has them."""
+    if keys.count("num_hidden_layers") != 1:
+        raise keys.fail("num_hidden_layers", "1, since no deeper head is computed")
+    ids, notes = _aux_layer_ids(keys)
+    cap = "final_logit_softcapping"
+    return EagleConfig(
+        method=found.method,
+        format=found.format,
+        layers=plain_gemma_layers(keys),
+        family="gemma4",
+        aux_layer_ids=ids,
+        softcap=keys.number(cap) if keys.get(cap) is not None else None,
+        notes=notes,
+    )
 
 
 def _everywhere(*names: str) -> list[str]:

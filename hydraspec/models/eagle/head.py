@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from hydraspec_kernels.attention import GroupShape
@@ -18,9 +19,13 @@ from torch import Tensor
 
 from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer
+from hydraspec.models.draft_families import FAMILIES
 from hydraspec.models.draft_spec import DraftSpec
 from hydraspec.models.draft_tables import DraftTables
 from hydraspec.models.eagle.config import EagleConfig
+from hydraspec.models.gemma4.config import Gemma4Config
+from hydraspec.models.gemma4.layer import Gemma4Layer
+from hydraspec.models.gemma4.model import rounded
 from hydraspec.models.kv_groups import (
     DRAFT_GROUPS,
     BlockSize,
@@ -79,6 +84,30 @@ class FusedLayer(DenseLayer):
         return self.forward(h, x, shared, cache, next_norm)
 
 
+class FusedGemmaLayer(Gemma4Layer):
+    """EAGLE-3's layer of a Gemma 4 head: attention over cat[norm(embedding), norm(state)], then as
+    Gemma 4's. The residual is the state."""
+
+    names: Mapping[str, str] = {**Gemma4Layer.names, "hidden_norm": "hidden_norm."}
+
+    def __init__(self, config: Gemma4Config, place: Place) -> None:
+        super().__init__(config, 0, place, input_size=2 * config.hidden_size)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps, place)
+
+    def finish(self) -> None:
+        """As Gemma 4's, but that the input norm does not round: a concatenation follows."""
+        super().finish()
+        self.input_norm.rounding = None
+
+    def fuse(
+        self, e: Tensor, h: Tensor, shared: GroupPass, cache: Tensor, next_norm: Norm | None
+    ) -> tuple[Tensor, Tensor | RoundedRows]:
+        """See `FusedLayer.fuse`."""
+        assert next_norm is not None
+        x = torch.cat((self.input_norm.forward(e), self.hidden_norm.forward(h)), -1)
+        return self.forward(h.clone(), x, shared, cache, next_norm)
+
+
 class Combine(Weights):
     """Combination of aux states of the target into the head's input: norms, concatenation, fc."""
 
@@ -117,15 +146,21 @@ class EagleHead(DraftTables):
     spec: DraftSpec
 
     def __init__(
-        self, config: EagleConfig, layers: DenseConfig, num_aux: int, width: int, place: Place
+        self, config: EagleConfig, layers: Any, num_aux: int, width: int, place: Place
     ) -> None:
+        """Builds empty weights. layers: shape of the layers, as their family reads it; num_aux,
+        width: number and width of the target's states."""
         super().__init__(layers.hidden_size)
         self.config, self.shape, self.place = config, layers, place
-        self.logit_scale = config.logit_scale
+        self.logit_scale, self.softcap = config.logit_scale, config.softcap
+        self.embed_scale: float | None = None
+        family = FAMILIES[config.family]
+        self.layer_type = family.layer
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.combine: Combine | None = None
         self.fc: Linear | None = None
-        self.first: FusedLayer | None = None
+        self.first: FusedLayer | FusedGemmaLayer | None = None
+        self.layers: list[DenseLayer] = []
         if config.method == "eagle":
             self.fc = Linear(place, 2 * size, {"fc": size})
             self.layers = [
@@ -135,16 +170,21 @@ class EagleHead(DraftTables):
         else:
             if config.use_aux:
                 self.combine = Combine(config, num_aux, width, size, eps, place)
-            self.first = FusedLayer(layers, place, norm_before_residual=config.norm_before_residual)
-            self.layers = [DenseLayer(layers, i, place) for i in range(1, layers.num_layers)]
+            if config.family == "gemma4":
+                self.first = FusedGemmaLayer(layers, place)
+                self.embed_scale = rounded(size**0.5, place.dtype)
+            else:
+                norms = config.norm_before_residual
+                self.first = FusedLayer(layers, place, norm_before_residual=norms)
+                self.layers = [DenseLayer(layers, i, place) for i in range(1, layers.num_layers)]
         self.norm = Norm(size, eps, place) if config.final_norm else None
-        self.theta = place.frequencies(layers.rope.theta)
+        self.theta = family.frequencies(layers, place)
         self.mask_state: Tensor | None = None  # [1, 1, A * D_target], as in the checkpoint
         self.mask_hidden: Tensor | None = None  # [D], projected
         self.groups: dict[str, GroupShape] = {}
 
     @property
-    def stack(self) -> list[DenseLayer]:
+    def stack(self) -> list[Any]:
         """All decoder layers."""
         return self.layers if self.first is None else [self.first, *self.layers]
 
@@ -164,6 +204,8 @@ class EagleHead(DraftTables):
         """Projects the mask state and sets the draft ids never to propose, suppressed [n]; call
         once after the weights are filled.
         """
+        if isinstance(self.first, FusedGemmaLayer):
+            self.first.finish()
         self.project_mask()
         self.ban(suppressed)
 
@@ -176,10 +218,10 @@ class EagleHead(DraftTables):
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         """KV groups, sliding layers first; also sets the block size that forward reads with."""
         self.groups, specs = group_layers(
-            {first_layer + i: kind for i, kind in enumerate(self.shape.kinds)},
+            {first_layer + i: layer.kind for i, layer in enumerate(self.stack)},
             DRAFT_GROUPS,
             block_size,
-            partial(DenseLayer.group_shape, self.shape, place=self.place),
+            partial(self.layer_type.group_shape, self.shape, place=self.place),
         )
         return specs
 
@@ -193,9 +235,9 @@ class EagleHead(DraftTables):
         self, rows: Rows, hidden: Tensor, kv_caches: list[Tensor], *, step: int
     ) -> tuple[Tensor, Tensor]:
         """See OwnCacheHead.forward; `step` makes no difference."""
-        e = self.embedding.embed(rows.input_ids)
+        e = self.embedding.embed(rows.input_ids, self.embed_scale)
         dtype = self.place.dtype
-        tables = DenseLayer.rope_tables(self.shape, self.theta, rows.positions, dtype)
+        tables = self.layer_type.rope_tables(self.shape, self.theta, rows.positions, dtype)
         passes = group_passes(self.groups, rows, tables, dtype)
         caches = iter(kv_caches)
         norms = [*(layer.input_norm for layer in self.layers), self.norm]

@@ -10,8 +10,8 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import check_aux_layer_ids, default_aux_layer_ids
 from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry
-from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
+from hydraspec.models.draft_families import FAMILIES
 from hydraspec.models.draft_place import layers_place
 from hydraspec.models.draft_spec import DraftSpec, fewer_positions
 from hydraspec.models.draft_tables import (
@@ -23,6 +23,7 @@ from hydraspec.models.draft_tables import (
 )
 from hydraspec.models.eagle.config import AUX_KEY, EagleConfig, read_eagle, unmasked_remedy
 from hydraspec.models.eagle.head import EagleHead, canonical_name
+from hydraspec.models.parts import DecoderConfig
 from hydraspec.models.weights import fill
 
 
@@ -37,7 +38,7 @@ def load_eagle(
     opened = open_draft(checkpoint)
     where = str(opened.folder)
     config = read_eagle(opened, method)
-    layers = read_dense_config(config.layers, where)
+    layers = FAMILIES[config.family].read(config.layers, where)
     entries = _entries(opened, weights)
     ids = _aux_layer_ids(config, layers, entries, target, where)
     _check_target(config, layers, target, where)
@@ -71,7 +72,7 @@ def _entries(opened: Checkpoint, weights: str) -> dict[str, TensorEntry]:
 
 
 def _aux_layer_ids(
-    config: EagleConfig, layers: DenseConfig, entries: Entries, target: TargetModel, where: str
+    config: EagleConfig, layers: DecoderConfig, entries: Entries, target: TargetModel, where: str
 ) -> tuple[int, ...]:
     """Ids of the target states that the head reads: the config's, checked against fc's width."""
     if config.method == "eagle" or not config.use_aux:
@@ -109,7 +110,7 @@ def _aux_layer_ids(
 
 
 def _check_target(
-    config: EagleConfig, layers: DenseConfig, target: TargetModel, where: str
+    config: EagleConfig, layers: DecoderConfig, target: TargetModel, where: str
 ) -> None:
     if layers.vocab_size != target.vocab_size:
         raise CheckpointError(
@@ -160,7 +161,7 @@ def _place_extras(head: EagleHead, entries: Entries, width: int, where: str) -> 
 
 def _spec(
     config: EagleConfig,
-    layers: DenseConfig,
+    layers: DecoderConfig,
     ids: tuple[int, ...],
     head: EagleHead,
     target: TargetModel,
@@ -197,7 +198,7 @@ def _spec(
         norm_before_residual=config.norm_before_residual,
         has_vocab_map=head.vocab_map is not None,
         mask_token_id=config.mask_token_id,
-        num_layers=len(layers.kinds),
+        num_layers=len(head.stack),
         format=config.format,
         notes=tuple(notes),
         verifier=config.verifier,

@@ -110,11 +110,16 @@ class Gemma4Layer(Weights):
         "layer_scalar": "layer_scalar",
     }
 
-    def __init__(self, config: Gemma4Config, index: int, place: Place) -> None:
+    def __init__(
+        self, config: Gemma4Config, index: int, place: Place, *, input_size: int | None = None
+    ) -> None:
+        """Builds layer `index` with empty weights. input_size is the width of the input of q, k and
+        v; None: the hidden size (an EAGLE-3 head's layer reads 2 D)."""
         layer = config.layers[index]
         size, eps, inner = config.hidden_size, config.rms_norm_eps, layer.intermediate_size
         self.kind, self.group = layer.kind, place.group
-        self.attention = Attention(_attention_shape(config, layer), place)
+        shape = _attention_shape(config, layer, input_size or size)
+        self.attention = Attention(shape, place)
         self.mlp = GatedMLP(size, inner, place, activation="gelu_tanh")
         self.experts = Experts(config, place) if config.num_experts else None
         self.per_layer: PerLayerInput | None = None
@@ -189,9 +194,9 @@ class Gemma4Layer(Weights):
         return {kind: RopeTable(*rope_table(positions, theta[kind], dtype)) for kind in theta}
 
 
-def _attention_shape(config: Gemma4Config, layer: LayerShape) -> AttentionShape:
+def _attention_shape(config: Gemma4Config, layer: LayerShape, input_size: int) -> AttentionShape:
     return AttentionShape(
-        input_size=config.hidden_size,
+        input_size=input_size,
         output_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=layer.num_kv_heads,
