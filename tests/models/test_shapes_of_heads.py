@@ -17,6 +17,7 @@ from hydraspec.models.block_drafter.config import read_block_drafter
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.dense.config import DenseConfig, read_dense_config
 from hydraspec.models.detect import open_draft
+from hydraspec.models.draft_families import FAMILIES
 from hydraspec.models.eagle.config import EagleConfig, read_eagle
 from hydraspec.models.mtp.config import read_mtp_config
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
@@ -43,6 +44,8 @@ RUNS = {
     "peagle on qwen3": ("peagle", "qwen3_8b", "qwen3_8b-peagle"),
     "dflash on qwen3": ("dflash", "qwen3_8b", "qwen3_8b-dflash"),
     "dspark on qwen3": ("dspark", "qwen3_8b", "qwen3_8b-dspark"),
+    "eagle3 on the 12B": ("eagle3", "gemma4_12b", "gemma4_12b-eagle3"),
+    "dspark on the 12B": ("dspark", "gemma4_12b", "gemma4_12b-dspark"),
     "dflash2 on qwen3": ("dflash2", "qwen3_8b", "qwen3_8b-dflash2"),
     "eagle on mistral": ("eagle", "mistral_7b", "mistral_7b-eagle"),
     "eagle on mistral medium, in fp8": (
@@ -123,6 +126,18 @@ def test_a_block_drafter_fits_its_target(method: str, most: int) -> None:
     assert (head.method, head.most_drafts) == (method, most)
     assert head.aux_layer_ids == (2, 10, 18, 26, 34)
     assert (len(layers.kinds), layers.hidden_size, layers.qk_norm) == (5, 4096, True)
+    assert not head.notes
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
+def test_the_drafters_of_the_12b_are_those_of_deepspec(method: str) -> None:
+    """Their settings of google/gemma-4-12B-it: the same layers of the target, blocks of seven."""
+    opened = open_draft(f"shape:gemma4_12b-{method}")
+    head = read_eagle(opened, method) if method == "eagle3" else read_block_drafter(opened, method)
+    layers = FAMILIES[head.family].read(head.layers, method)
+    assert (head.family, head.aux_layer_ids) == ("gemma4", (6, 18, 30, 42, 47))
+    assert (layers.hidden_size, len(layers.layers)) == (3840, 1 if method == "eagle3" else 5)
+    assert isinstance(head, EagleConfig) or (head.most_drafts, head.mask_token_id) == (7, 4)
     assert not head.notes
 
 
