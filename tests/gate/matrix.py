@@ -56,13 +56,17 @@ def is_quantised(target: str) -> bool:
     return ROUNDED in target or PACKED in target
 
 
+# Drafters without weights, which no YAML names: they run with every target.
+COPYING = (("tiny_qwen3", "ngram"), ("tiny_gemma4", "suffix"), ("tiny_qwen3", "suffix"))
+
+
 def pairs(tree: Path) -> list[tuple[str, str]]:
-    """Every tiny target with every drafter that its YAML names."""
+    """Every tiny target with every drafter that its YAML names, and those of COPYING."""
     found = []
     for file in sorted((tree / "conf" / "target").glob("tiny_*.yaml")):
         drafters = yaml.safe_load(file.read_text(encoding="utf-8")).get("drafters") or {}
         found += [(file.stem, method) for method in drafters]
-    return found
+    return [*found, *COPYING]
 
 
 # Pairs of float targets that are typed only: another pair has their family of target or drafter,
@@ -72,6 +76,7 @@ ONLY_TYPED = {
     ("tiny_ministral3", "eagle"),
     ("tiny_gemma4", "dspark"),
     ("tiny_qwen3", "dflash"),
+    *COPYING[:2],
 }
 
 
