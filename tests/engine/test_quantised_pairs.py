@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -213,16 +213,16 @@ def test_a_drafter_that_inherits_the_format_of_its_target_is_refused(
     """A loader that gives the drafter's maps the target's scheme finds float numbers there."""
     pair = QUANTISED_PAIRS[0]
     scheme = TWINS[pair.stage].format.scheme
-    own, fill = Checkpoint.is_quantised, weights._schemes_by_tensors
+    named = weights._named_as_in_model
 
-    def inherited(checkpoint: Checkpoint, model: Weights) -> dict[str, Scheme]:
-        if own.fget(checkpoint):  # type: ignore[attr-defined]
-            return fill(checkpoint, model)
+    def inherited(schemes: Mapping[str, Scheme], model: Weights) -> dict[str, Scheme]:
+        if schemes:
+            return named(schemes, model)
         names = (prefix + n for prefix, one in model.matrices() for n in one.projection_names)
         return dict.fromkeys(names, scheme)
 
     monkeypatch.setattr(Checkpoint, "is_quantised", property(lambda self: True))
-    monkeypatch.setattr(weights, "_schemes_by_tensors", inherited)
+    monkeypatch.setattr(weights, "_named_as_in_model", inherited)
     with pytest.raises(CheckpointError, match=r"assistant.*down_proj\.weight \(BF16\)"):
         NativeEngine(engine_config(pair))
 

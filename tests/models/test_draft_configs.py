@@ -326,7 +326,7 @@ def test_what_a_config_announces(name: str, tmp_path: Path) -> None:
     assert (None if found is None else found.method) == method
 
 
-@pytest.mark.parametrize("name", ["DFlash2", "DSpark"])
+@pytest.mark.parametrize("name", ["DFlash3", "DSpark"])
 def test_drafters_that_are_not_built_are_named(name: str, tmp_path: Path) -> None:
     config = {
         "architectures": [f"{name}DraftModel"],
