@@ -30,7 +30,7 @@ INT32 = ("num_rows", "num_requests", "split_shift", "least_share", "qkv_stride",
 KERNELS = {"sum": _sum_kernel, "decode": _decode_kernel, "write": write_qkv_kernel,
            "paged": _attention_kernel}
 found = []
-for name, rounded, one_row, scaled in json.loads(sys.argv[1]):
+for name, rounded, one_row, scaled, size in json.loads(sys.argv[1]):
     kernel = KERNELS[name]
     types = {"out": "*fp8e4nv" if rounded else "*bf16", "partial": "*fp32", "arrived": "*i32"}
     types |= dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(INT32, "i32")
@@ -41,15 +41,16 @@ for name, rounded, one_row, scaled in json.loads(sys.argv[1]):
     types |= {"query": "*bf16", "q": "*bf16"}
     types |= {f"{n}_ptr": t for n, t in types.items() if f"{n}_ptr" in kernel.arg_names}
     types = {n: t for n, t in types.items() if n in kernel.arg_names}
-    fixed = {"NUM_HEADS": 8, "NUM_KV_HEADS": 2, "HEAD_DIM": 64, "HALF": 32, "WINDOW": 0}
+    half, keys = size // 2, 32 if size == 64 else 64
+    fixed = {"NUM_HEADS": 8, "NUM_KV_HEADS": 2, "HEAD_DIM": size, "HALF": half, "WINDOW": 0}
     fixed |= {"BLOCK_SIZE": 16, "Q_NORM": True, "K_NORM": True, "VALUE_NORM": True}
     fixed |= {"K_EQ_V": False, "WRITES": True, "ONE_ROW": one_row, "ROW_TILES": 1}
-    fixed |= {"QUERIES": 4 if one_row else 16, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_H": 32}
-    fixed |= {"BLOCK_NEW": 1 if one_row else 4, "BLOCK_V": 64}
+    fixed |= {"QUERIES": 4 if one_row else 16, "BLOCK_M": 16, "BLOCK_N": keys, "BLOCK_H": half}
+    fixed |= {"BLOCK_NEW": 1 if one_row else 4, "BLOCK_V": size}
     fixed |= {"TRANSPOSED": scaled > 1, "ADDS": True}
-    fixed |= {"VALUE_DIM": 64, "LATENT": False, "MASK": "causal"}
+    fixed |= {"VALUE_DIM": size, "LATENT": False, "MASK": "causal"}
     fixed |= {"SPLIT": True, "BLOCK_R": 0, "BLOCK_B": 0, "HAS_Q_NORM": True, "HAS_K_NORM": True}
-    fixed |= {"HAS_CACHE": True, "HEADS": 4, "PADDED_HALF": 32}
+    fixed |= {"HAS_CACHE": True, "HEADS": 4, "PADDED_HALF": half}
     fixed |= {"SPLITS": 4, "DTYPE": tl.bfloat16, "ROUNDED": rounded, "PREFETCHED": 16}
     fixed |= {"PRECISION": "tf32", "PDL": True}
     if scaled > 1:  # queries are columns, and values are the keys
@@ -66,13 +67,16 @@ def check(jobs: list[list[Any]], cache: Path) -> None:
         assert stores > 0, job
 
 
-def test_kernels_compile_and_fit(tmp_path: Path) -> None:
-    jobs = [["decode", 0, True], ["decode", 32, False], ["sum", 0, False], ["sum", 32, False]]
-    check([[*job, 0] for job in jobs], tmp_path)
+@pytest.mark.parametrize("size", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_kernels_compile_and_fit(size: int, tmp_path: Path) -> None:
+    """With narrow heads, which compile faster, and those of Gemma 4."""
+    jobs = [["decode", 0, True], ["decode", size // 2, False]]
+    jobs += [["sum", 0, False], ["sum", size // 2, False]]
+    check([[*job, 0, size] for job in jobs], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaled", [1, 2], ids=["queries are rows", "queries are columns"])
 def test_kernels_over_an_e4m3_cache_compile_and_fit(scaled: int, tmp_path: Path) -> None:
     jobs = [[name, 0, name == "decode" and scaled == 1] for name in ("decode", "paged", "write")]
-    check([[*job, scaled] for job in jobs], tmp_path)
+    check([[*job, scaled, 256] for job in jobs], tmp_path)
