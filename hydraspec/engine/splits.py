@@ -10,13 +10,14 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.engine.machine import pick_device
 from hydraspec.errors import UserError
 from hydraspec.models import load_target
+from hydraspec.models.base import TargetModel
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.detect import check_method, open_draft
 from hydraspec.models.gemma4.assistant_config import read_assistant
 from hydraspec.models.registry import TARGETS
 from hydraspec.models.stages import Stage
 from hydraspec.models.weights import EMPTY
-from hydraspec.parallel.group import SoloGroup
+from hydraspec.parallel.group import SoloGroup, TensorGroup
 from hydraspec.shipped import SHAPE_PREFIX, ZOO_PREFIX
 from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import DTYPES
@@ -55,11 +56,23 @@ def _is_here(checkpoint: str) -> bool:
 def _check_target(config: RunConfig) -> None:
     """Build the first rank's part of the target, without memory for its weights."""
     axes, speculator = config.parallelism, build_speculator(config)
-    if open_checkpoint(config.target.checkpoint).config.get("model_type") not in TARGETS:
-        return  # a plugin's loader may not support weights=EMPTY
     group, split = SoloGroup(), axes.pipeline_layers
     group.size = axes.tensor  # nothing is exchanged
-    load_target(
+    stage = Stage(
+        count=axes.pipeline,
+        num_layers=None if split is None else tuple(split),
+        drafts=speculator.num_speculative_tokens > 0,
+        drafter_reads_kv=speculator.reads_target_kv,
+    )
+    empty_target(config, group, stage)
+
+
+def empty_target(config: RunConfig, group: TensorGroup, stage: Stage) -> TargetModel | None:
+    """A rank's part of the target without memory for its weights, from its config and its files'
+    headers; None for a target of a plugin, whose loader may not support weights=EMPTY."""
+    if open_checkpoint(config.target.checkpoint).config.get("model_type") not in TARGETS:
+        return None
+    target: TargetModel = load_target(
         config.target.checkpoint,
         weights=EMPTY,
         dtype=DTYPES[config.target.dtype.value],
@@ -67,10 +80,6 @@ def _check_target(config: RunConfig) -> None:
         seed=config.seed,
         max_model_len=config.target.max_model_len,
         group=group,
-        stage=Stage(
-            count=axes.pipeline,
-            num_layers=None if split is None else tuple(split),
-            drafts=speculator.num_speculative_tokens > 0,
-            drafter_reads_kv=speculator.reads_target_kv,
-        ),
+        stage=stage,
     )
+    return target

@@ -13,15 +13,10 @@ import torch
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.machine import GIB
-from hydraspec.models import load_target
-from hydraspec.models.base import TargetModel
-from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.engine.splits import empty_target
 from hydraspec.models.parts import Weights, held
-from hydraspec.models.registry import TARGETS
 from hydraspec.models.stages import Stage
-from hydraspec.models.weights import EMPTY
 from hydraspec.parallel.group import TensorGroup
-from hydraspec.types import DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +72,9 @@ def room_for(
 
 
 def target_bytes(config: RunConfig, group: TensorGroup, stage: Stage) -> int | None:
-    """Bytes of the target's weights on this rank, from its config and its files' headers; None for
-    a target of a plugin, whose loader may not do without memory."""
-    if open_checkpoint(config.target.checkpoint).config.get("model_type") not in TARGETS:
+    """Bytes of the target's weights on this rank; None for a target of a plugin."""
+    target = empty_target(config, group, stage)
+    if target is None:
         return None
-    target: TargetModel = load_target(
-        config.target.checkpoint,
-        weights=EMPTY,
-        dtype=DTYPES[config.target.dtype.value],
-        device=torch.device("meta"),
-        seed=config.seed,
-        max_model_len=config.target.max_model_len,
-        group=group,
-        stage=stage,
-    )
     assert isinstance(target, Weights)
     return sum(held(weight).nbytes for weight in target.tensors().values())
