@@ -173,8 +173,18 @@ class PreNormLayer(Weights):
         """The stream after the layer, and its norm by `next_norm`, for the stream h [T, D] (changed
         in place) and the attention's input y [T, ...], mostly input_norm(h).
         """
-        attended = self.attention.partial_sums(y, shared, cache)
+        attended = self.attend(y, shared, cache)
         norm, group = self.post_attention_norm, self.group
         h, y = add_and_norm(h, attended, post=None, next_norm=norm, group=group)
-        m = self.mlp.partial_sums(y)
+        m = self.transform(y, shared)
         return add_and_norm(h, m, post=None, next_norm=next_norm, group=group)
+
+    def attend(self, y: Tensor | RoundedRows, shared: GroupPass, cache: Tensor) -> Tensor:
+        """The attention's output [T, D] for its input y, or partial sums [S, T, D]."""
+        out: Tensor = self.attention.partial_sums(y, shared, cache)
+        return out
+
+    def transform(self, y: Tensor | RoundedRows, shared: GroupPass) -> Tensor:
+        """The MLP's output [T, D] for its input y, or partial sums [S, T, D]."""
+        out: Tensor = self.mlp.partial_sums(y)
+        return out

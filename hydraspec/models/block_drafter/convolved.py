@@ -12,7 +12,6 @@ from hydraspec.models.dense.config import DenseConfig
 from hydraspec.models.dense.layer import DenseLayer
 from hydraspec.models.draft_place import whole
 from hydraspec.models.kv_groups import GroupPass
-from hydraspec.models.layers import Norm, add_and_norm
 from hydraspec.models.linear import Linear
 from hydraspec.models.parts import Weights
 from hydraspec.models.place import Place
@@ -70,23 +69,18 @@ class ConvolvedLayer(DenseLayer):
     def finish(self) -> None:
         """Norms never round here: convolutions read their rows."""
 
-    def forward(
-        self,
-        h: Tensor,
-        y: Tensor | RoundedRows,
-        shared: GroupPass,
-        cache: Tensor,
-        next_norm: Norm | None,
-    ) -> tuple[Tensor, Tensor | RoundedRows]:
-        """See `PreNormLayer.forward`, for blocks of equally many rows."""
-        rows, conv, group = shared.rows_per_request, self.attention_conv, self.group
+    def attend(self, y: Tensor | RoundedRows, shared: GroupPass, cache: Tensor) -> Tensor:
+        """See `PreNormLayer.attend`, for blocks of equally many rows."""
         assert isinstance(y, Tensor)
+        conv, rows = self.attention_conv, shared.rows_per_request
         taps = conv.taps(y)
-        x = self.attention.partial_sums(conv.before(y, taps, rows), shared, cache)
-        norm, x = self.post_attention_norm, conv.after(x, taps, rows)
-        h, y = add_and_norm(h, x, post=None, next_norm=norm, group=group)
+        x = super().attend(conv.before(y, taps, rows), shared, cache)
+        return conv.after(x, taps, rows)
+
+    def transform(self, y: Tensor | RoundedRows, shared: GroupPass) -> Tensor:
+        """See `PreNormLayer.transform`, for blocks of equally many rows."""
         assert isinstance(y, Tensor)
-        taps = self.mlp_conv.taps(y)
-        x = self.mlp.partial_sums(self.mlp_conv.before(y, taps, rows))
-        x = self.mlp_conv.after(x, taps, rows)
-        return add_and_norm(h, x, post=None, next_norm=next_norm, group=group)
+        conv, rows = self.mlp_conv, shared.rows_per_request
+        taps = conv.taps(y)
+        x = super().transform(conv.before(y, taps, rows), shared)
+        return conv.after(x, taps, rows)
