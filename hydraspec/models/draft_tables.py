@@ -73,6 +73,11 @@ class DraftTables(Weights):
         logits = self.head.logits(hidden, self.softcap)
         if self.logit_scale != 1.0:
             logits.mul_(self.logit_scale)
+        return self.without_banned(logits)
+
+    def without_banned(self, logits: Tensor) -> Tensor:
+        """This rank's columns of logits, in place with the dtype's minimum for tokens that the
+        target never samples."""
         if self.banned is not None:
             logits.index_fill_(1, self.banned, torch.finfo(logits.dtype).min)
         return logits

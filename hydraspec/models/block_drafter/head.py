@@ -199,9 +199,7 @@ class BlockHead(DraftTables):
         """The tokens that drafts may be, from their rows [B, K, D]: the best of each row's
         logits."""
         assert self.selector is not None, "without a selector any token may be drafted"
-        columns = self.head.logits(rows.flatten(0, 1))
-        if self.banned is not None:
-            columns.index_fill_(1, self.banned, torch.finfo(columns.dtype).min)
+        columns = self.without_banned(self.head.logits(rows.flatten(0, 1)))
         best, tokens = self.vocabulary.best(columns, self.selector.most)
         logits = best * self.logit_scale
         cap = self.config.softcap
@@ -226,10 +224,7 @@ class BlockHead(DraftTables):
 
     def biased(self, columns: Tensor, bias: Tensor) -> Tensor:
         """This rank's columns of the logits [B, V] with the Markov head's bias."""
-        found = columns + bias
-        if self.banned is not None:
-            found.index_fill_(1, self.banned, torch.finfo(found.dtype).min)
-        return found
+        return self.without_banned(columns + bias)
 
     def acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Estimated probabilities [B] that drafts from rows hidden [B, D] after tokens `previous`
