@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from hydraspec_kernels.attention import E4M3, GroupShape
+from hydraspec_kernels.attention import GroupShape
+from hydraspec_kernels.quantised import E4M3
 from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector

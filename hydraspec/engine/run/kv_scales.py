@@ -6,7 +6,7 @@ from __future__ import annotations
 from copy import copy
 
 import torch
-from hydraspec_kernels.attention.e4m3 import E4M3_MAX
+from hydraspec_kernels.quantised import E4M3_MAX
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
-from hydraspec_kernels.attention import E4M3
+from hydraspec_kernels.quantised import E4M3
 from hydraspec_kernels.runtime.ahead import can_compile_ahead, compiled_ahead
 
 from hydraspec.config.schema import KVDtype, MethodConfig, RunConfig

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.attention.cpu import hold_kv, paged_attention_cpu, with_gain, write_qkv_cpu
-from hydraspec_kernels.attention.e4m3 import E4M3
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     DevicePlan,
@@ -42,11 +41,11 @@ from hydraspec_kernels.attention.tiling import (
     fits_rounding,
 )
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
+from hydraspec_kernels.quantised.reference import E4M3
 from hydraspec_kernels.runtime import breaks
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 __all__ = [
-    "E4M3",
     "MOST_FUSED_ROWS",
     "AttentionPlan",
     "DevicePlan",

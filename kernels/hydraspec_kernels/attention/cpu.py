@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.e4m3 import E4M3, read_kv, round_kv, store_rows, take_rows
+from hydraspec_kernels.attention.e4m3 import read_kv, round_kv, store_rows, take_rows
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     GroupShape,
@@ -24,6 +24,7 @@ from hydraspec_kernels.attention.plan import (
     TiledPlan,
 )
 from hydraspec_kernels.norms.cpu import NormGain, unit_norm_
+from hydraspec_kernels.quantised.reference import E4M3
 from hydraspec_kernels.rope.reference import apply_rope_reference
 
 

@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.e4m3 import E4M3
 from hydraspec_kernels.norms.cpu import NormGain
+from hydraspec_kernels.quantised.reference import E4M3
 from hydraspec_kernels.runtime.launch import runs_kernels
 
 # Most scores of a tile; long prefills are cut into tiles of query rows to bound the memory.

@@ -22,9 +22,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.attention.e4m3 import E4M3, read_kv, round_kv, store_rows, take_rows
+from hydraspec_kernels.attention.e4m3 import read_kv, round_kv, store_rows, take_rows
 from hydraspec_kernels.attention.plan import DevicePlan, Projection, QkvShape, RowMask
 from hydraspec_kernels.norms.reference import rms_norm_reference
+from hydraspec_kernels.quantised.reference import E4M3
 from hydraspec_kernels.rope.reference import apply_rope_reference
 
 
