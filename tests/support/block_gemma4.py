@@ -101,11 +101,27 @@ def draw_gemma_layer(rng: np.random.Generator, target: Any) -> dict[str, Any]:
     }
 
 
+def shapes_of_layer(
+    layer: dict[str, Any], i: int, inputs: int
+) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Shapes of the matrices of layer i, whose attention reads `inputs` values, and widths of its
+    norms."""
+    size, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["global_head_dim"]
+    queries, kv = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
+    name, part = f"layers.{i}", f"layers.{i}.self_attn"
+    shapes = {f"{part}.q_proj": (queries, inputs), f"{part}.k_proj": (kv, inputs)}
+    shapes |= {} if layer["attention_k_eq_v"] else {f"{part}.v_proj": (kv, inputs)}
+    shapes |= {f"{part}.o_proj": (size, queries)}
+    shapes |= {f"{name}.mlp.{n}_proj": (inner, size) for n in ("gate", "up")}
+    shapes |= {f"{name}.mlp.down_proj": (size, inner)}
+    norms = {f"{name}.{n}_layernorm": size for n in NORMS}
+    return shapes, norms | {f"{part}.q_norm": dim, f"{part}.k_norm": dim}
+
+
 def draw_gemma_block(rng: np.random.Generator, target: Any) -> PlainGemmaBlock:
     """A head with every tensor, norms away from 1."""
     layer, rank = draw_gemma_layer(rng, target), 4
-    size, inner, dim = target.hidden_size, layer["intermediate_size"], layer["global_head_dim"]
-    kv, is_equal = layer["num_key_value_heads"], layer["attention_k_eq_v"]
+    size = target.hidden_size
     ids = rng.permutation(target.num_layers + 1)[:2]
     head = PlainGemmaBlock(
         method="dspark",
@@ -132,14 +148,8 @@ def draw_gemma_block(rng: np.random.Generator, target: Any) -> PlainGemmaBlock:
     }
     norms = {"hidden_norm": size, "norm": size}
     for i in range(2):
-        part = f"layers.{i}.self_attn"
-        shapes |= {f"{part}.q_proj": (2 * kv * dim, size), f"{part}.k_proj": (kv * dim, size)}
-        shapes |= {} if is_equal else {f"{part}.v_proj": (kv * dim, size)}
-        shapes |= {f"{part}.o_proj": (size, 2 * kv * dim)}
-        shapes |= {f"layers.{i}.mlp.{n}_proj": (inner, size) for n in ("gate", "up")}
-        shapes |= {f"layers.{i}.mlp.down_proj": (size, inner)}
-        norms |= {f"layers.{i}.{n}_layernorm": size for n in NORMS}
-        norms |= {f"{part}.q_norm": dim, f"{part}.k_norm": dim}
+        of_layer, its_norms = shapes_of_layer(layer, i, size)
+        shapes, norms = shapes | of_layer, norms | its_norms
         head.weights[f"layers.{i}.layer_scalar"] = torch.tensor([0.5 + 0.25 * i]).double()
     head.weights |= {f"{name}.weight": matrix(rng, *shape) for name, shape in shapes.items()}
     for name, width in norms.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from block_gemma4 import NORMS, draw_gemma_layer
+from block_gemma4 import NORMS, draw_gemma_layer, shapes_of_layer
 from eagle_folders import matrix, write
 from eagle_oracle import PlainEagle, norm, rotate
 from torch import Tensor
@@ -63,28 +63,18 @@ class PlainGemmaEagle(PlainEagle):
 def draw_gemma_eagle3(rng: np.random.Generator, target: Any) -> PlainGemmaEagle:
     """A head with every tensor, norms away from 1."""
     layer = draw_gemma_layer(rng, target) | {"num_hidden_layers": 1}
-    size, inner, dim = target.hidden_size, layer["intermediate_size"], layer["global_head_dim"]
-    heads, is_equal = layer["num_attention_heads"], layer["attention_k_eq_v"]
-    kv = layer["num_key_value_heads"]
+    size = target.hidden_size
     ids = 1 + rng.permutation(target.num_layers)[: int(rng.integers(1, 4))]
     head = PlainGemmaEagle(
         method="eagle3", layer=layer, weights={}, aux_layer_ids=tuple(int(i) for i in ids)
     )
-    part = "layers.0.self_attn"
-    shapes = {
+    shapes, norms = shapes_of_layer(layer, 0, 2 * size)
+    shapes |= {
         "embed_tokens": (target.vocab_size, size),
         "lm_head": (target.vocab_size, size),
         "fc": (size, len(ids) * size),
-        f"{part}.q_proj": (heads * dim, 2 * size),
-        f"{part}.k_proj": (kv * dim, 2 * size),
-        **({} if is_equal else {f"{part}.v_proj": (kv * dim, 2 * size)}),
-        f"{part}.o_proj": (size, heads * dim),
-        **{f"layers.0.mlp.{n}_proj": (inner, size) for n in ("gate", "up")},
-        "layers.0.mlp.down_proj": (size, inner),
     }
-    norms = {f"layers.0.{n}_layernorm": size for n in NORMS}
     norms |= {"layers.0.hidden_norm": size, "norm": size}
-    norms |= {f"{part}.q_norm": dim, f"{part}.k_norm": dim}
     head.weights = {f"{name}.weight": matrix(rng, *shape) for name, shape in shapes.items()}
     for name, width in norms.items():
         head.weights[f"{name}.weight"] = torch.from_numpy(rng.uniform(0.5, 1.5, width))
