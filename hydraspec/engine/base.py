@@ -130,6 +130,14 @@ class Engine(ABC):
     def baseline(self) -> Engine:
         """The same loaded target without a drafter; it shares weights with this engine."""
 
+    def plain_cache(self) -> Engine | None:
+        """The same loaded target without a drafter, over a cache that rounds nothing, where this
+        engine's rounds keys and values; None from an engine that cannot tell what that costs.
+
+        Raises ConfigurationError: no memory is left for such a cache.
+        """
+        return None
+
     @abstractmethod
     def next_token_logits(
         self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()

@@ -22,6 +22,7 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
+from hydraspec.engine.run.plain_cache import load_plain
 from hydraspec.engine.run.positions import position_scores
 from hydraspec.engine.run.profiling import profile_phases, profile_step
 from hydraspec.engine.run.results import LaunchedStep
@@ -287,6 +288,10 @@ class NativeEngine(Engine):
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
+
+    def plain_cache(self) -> NativeEngine | None:
+        parts = load_plain(self.parts)
+        return None if parts is None else NativeEngine(parts.config, parts)
 
     def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
         request = Request(

@@ -17,6 +17,7 @@ from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.lab import (
     environment,
+    plain_cache,
     positions,
     prediction,
     sampled,
@@ -105,7 +106,10 @@ def _look_at_outputs(loaded: Loaded, measurement: Measurement, recorder: Recorde
     warnings += positions.record(config, measurement, recorder.add_scores, loaded.decode)
     distribution, found = sampled.check(config, measurement)
     warnings += found
-    return {**_judge(loaded, measurement), "distribution": distribution}
+    agreement, found = plain_cache.compare(config, measurement)
+    warnings += found
+    verdict_now = _judge(loaded, measurement)
+    return {**verdict_now, "distribution": distribution, "kv_cache": agreement}
 
 
 def _arrivals(config: RunConfig) -> ArrivalProcess:

@@ -43,6 +43,7 @@ def not_checked(
         "num_failed_with_method_only": 0,
         "num_failed_with_baseline_only": 0,
         "distribution": None,
+        "kv_cache": None,
         "not_finite_in": None,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypedDict
 
+from hydraspec.metrics.kv_agreement import KVCacheAgreement
 from hydraspec.metrics.survival import DraftSurvival
 
 SCHEMA_VERSION = 1
@@ -175,6 +176,7 @@ class Lossless(TypedDict):
     num_failed_with_method_only: int  # requests, greedy or not, that the baseline finished
     num_failed_with_baseline_only: int
     distribution: Distribution | None  # with metrics.distribution
+    kv_cache: NotRequired[KVCacheAgreement | None]  # with an FP8 cache; earlier versions lack it
     not_finite_in: str | None  # id of a request in which the target's logits are NaN
 
 

@@ -96,8 +96,9 @@ class Attention(Weights):
         )
         return with_gain(heads) if self.uses_cpu_norms else heads
 
-    def use_kv_scales(self, scales: Tensor) -> None:
-        """Takes the scales [2, Hkv] of an e4m3 cache: this layer's, or that which it reads."""
+    def use_kv_scales(self, scales: Tensor | None) -> None:
+        """Takes the scales [2, Hkv] of an e4m3 cache, this layer's or that which it reads; None:
+        the cache rounds nothing."""
         self.kv_scales = scales
         self.__dict__.pop("heads", None)
 

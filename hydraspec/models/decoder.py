@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -179,6 +180,16 @@ class Decoder(Weights):
             replace(spec, layers=tuple(i for i in spec.layers if i in self.held), dtype=dtype)
             for spec in specs
         ]
+
+    def over_plain_cache(self) -> Self:
+        """The same weights over caches that round nothing."""
+        found = copy(self)
+        found.kv_scales, found.layers = {}, list(self.layers)
+        for i in self.held:
+            layer = found.layers[i] = copy(self.layers[i])
+            layer.attention = copy(layer.attention)
+            layer.attention.use_kv_scales(None)
+        return found
 
     def forward(
         self,

@@ -163,6 +163,21 @@ def test_engine_baseline_and_prefix_hits_agree(world: World, tmp_path: Path) -> 
     assert any("engine.kv_cache.dtype=fp8" in note for note in parts.info.warnings)
 
 
+def test_the_plain_cache_beside_it_rounds_nothing(world: World) -> None:
+    """Catches a scale left on a layer, and a layer of the first engine that loses its own."""
+    prompts = [list(prompt) for prompt in world.continuations]
+    unrounded = load(world.folder, torch.float64, weights="random", seed=7)
+    wanted = uncached_continuations(unrounded, world.continuations, 12)
+    engine = NativeEngine(fp8(run_config(world.folder, seed=7)))
+    plain = engine.plain_cache()
+    assert plain is not None
+    assert outputs(plain, prompts)[0] == [wanted[tuple(prompt)] for prompt in prompts]
+    assert plain.plain_cache() is None
+    plain.close()
+    expected = [world.continuations[tuple(prompt)][:12] for prompt in prompts]
+    assert outputs(engine, prompts)[0] == expected != list(wanted.values())
+
+
 @pytest.mark.parametrize(
     "layout", [Layout(tensor=2), Layout(tensor=4), Layout(pipeline=2)], ids=["tp2", "tp4", "pp2"]
 )
