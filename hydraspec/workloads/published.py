@@ -213,6 +213,8 @@ def _questions(
         values = record.values
         if not values.get("turns"):
             raise record.error("turns: must be a non-empty list of user messages")
+        if str(values["turns"][0]).startswith(UNRESOLVED):
+            raise record.error("a placeholder of SPEED-Bench, which is workload=speed_bench")
         line = {"category": record.text("category"), "turns": values["turns"]}
         yield record.place, {**line, "id": values.get("question_id")}
 
@@ -245,7 +247,7 @@ def _speed_bench(
         if config.category in (None, category):
             values = record.values
             meta = {key: values[key] for key in OF_SPEED_BENCH if values.get(key) is not None}
-            line = {"id": values.get("question_id"), "category": category, "turns": turns}
+            line = {"id": record.text("question_id"), "category": category, "turns": turns}
             yield record.place, {**line, "meta": meta}
 
 

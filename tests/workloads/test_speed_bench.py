@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "no category": ([{**ROWS[0], "category": None}], "f.jsonl:1: category: null is not allowed"),
     "twice": ([ROWS[0], ROWS[0]], "f.jsonl:2: id: "),
-    "MT-bench's ids": ([{**ROWS[0], "question_id": 1.5}], "f.jsonl:1: id: 1.5 is not allowed"),
+    "no id": ([{**ROWS[0], "question_id": None}], "f.jsonl:1: question_id: null is not allowed"),
 }
 
 
