@@ -117,11 +117,12 @@ OWNERS = {
     ],
     "yaml": ["hydraspec/analysis/doctor/expected.py", "hydraspec/lab/*", "hydraspec/study/*"],
     "datasets": ["hydraspec/workloads/*"],
+    "pyarrow": ["hydraspec/workloads/published.py"],
     "scipy": ["hydraspec/metrics/statistics.py"],
     "threadpoolctl": ["hydraspec/metrics/step_costs.py"],
     "jinja2": ["hydraspec/study/html.py"],
 }
-LAZY = {"scipy", "wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
+LAZY = {"scipy", "wandb", "wandb_workspaces", "datasets", "pyarrow", "vllm"}  # inside functions
 
 
 def room_of(path: str) -> str:

@@ -65,6 +65,7 @@ def _run_jobs(planned: Plan) -> int:
     """Run the jobs one after another, or by a launcher; a sweep ends with its comparison, whatever
     failed. Returns the exit status."""
     outcomes: list[Outcome] = []
+    failed: dict[str, str] = {}  # message -> the first job that ended with it
     before = results(planned.folder)
     if planned.is_sweep:
         OmegaConf.save(planned.composed, planned.folder / "multirun.yaml")
@@ -84,7 +85,9 @@ def _run_jobs(planned: Plan) -> int:
                         if not planned.is_sweep:
                             raise
                         # This job cannot run; the others may.
-                        status = complain(error, error.exit_code)
+                        first = failed.setdefault(str(error), name)
+                        message = error if first == name else f"job {name} fails as job {first}"
+                        status = complain(message, error.exit_code)
                         outcomes.append(Outcome(status=status, job=name))
         finally:
             if planned.is_sweep and results(planned.folder):

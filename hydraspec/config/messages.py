@@ -36,12 +36,13 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant: a similar one, or else one that begins with `word`;
-    None without either."""
+    """The known word that was probably meant: a similar one, or else one that begins with `word`,
+    or that `word` begins with; None without any."""
     by_lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
     if len(word) > 2:
         matches += [name for name in by_lower if name.startswith(word.lower())]
+        matches += [name for name in by_lower if len(name) > 2 and word.lower().startswith(name)]
     return by_lower[matches[0]] if matches else None
 
 

@@ -111,4 +111,4 @@ def check_options(options: Any) -> None:
         value = getattr(options, field.name)
         if least is not None and value is not None and not least <= value <= most:
             key = f"{KEY}.{field.name}"
-            raise refusal(key, value, "is out of range", allowed=f"{least:g} to {most:g}")
+            raise refusal(key, value, "is out of range", allowed=f"{least} to {most}")

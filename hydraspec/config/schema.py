@@ -249,6 +249,7 @@ class WorkloadConfig:
     chat: bool = True  # false: as plain text, for targets that know no chat
     num_shots: int = 0  # solved examples before each question
     max_turns: int | None = None  # of each conversation, the first ones; null: all
+    category: str | None = None  # of the file's; null: all
     shots_path: str | None = None  # file of examples; null: first lines of path, not asked then
 
 

@@ -33,6 +33,11 @@ SOURCES = {  # download hints for the file of a published workload
     "question.jsonl in https://github.com/lm-sys/FastChat",
     "spec_bench": "data/spec_bench/question.jsonl in https://github.com/hemingkx/Spec-Bench "
     "(480 lines, Apache-2.0)",
+    "speed_bench": "qualitative.jsonl or throughput_<n>k.jsonl as nemo_skills/dataset/speed-bench/"
+    "prepare.py in https://github.com/NVIDIA-NeMo/Skills writes them, or test.parquet of "
+    "examples/specdec_bench/prepare_data.py in https://github.com/NVIDIA/Model-Optimizer; both "
+    "complete the data set nvidia/SPEED-Bench (NVIDIA Evaluation Dataset License, which forbids "
+    "passing it on) with texts of its sources, of which cais/hle wants an account",
     "sharegpt": "ShareGPT_V3_unfiltered_cleaned_split.json in the data set "
     "anon8231489123/ShareGPT_Vicuna_unfiltered, or conversations of your own in that format",
 }

@@ -299,10 +299,22 @@ def _notes(found: Comparison) -> list[str]:
     eager = [row.folder.name for row in found.rows if ran_without_graphs(row.summary)]
     if len(eager) > 1 and any(column.startswith("cudagraph") for column in found.columns):
         notes.append(f"Jobs {', '.join(eager)} ran without graphs, whatever cudagraph asked for.")
-    notes += [f"Job {job.name} was skipped: {why}." for job, (_, why) in found.skipped.items()]
+    notes += _skipped(found)
     if found.unfinished:
         notes.append(f"Without a result: job {', '.join(found.unfinished)}.")
     return notes
+
+
+def _skipped(found: Comparison) -> list[str]:
+    """A line for each reason for which jobs were skipped, with these jobs."""
+    jobs: dict[str, list[str]] = {}
+    for job, (_, why) in found.skipped.items():
+        jobs.setdefault(why, []).append(job.name)
+    lines = []
+    for why, names in jobs.items():
+        which = f"Jobs {', '.join(names)} were" if len(names) > 1 else f"Job {names[0]} was"
+        lines.append(f"{which} skipped: {why}.")
+    return lines
 
 
 def _answers(found: Comparison) -> list[Verdict]:

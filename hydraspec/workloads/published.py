@@ -4,6 +4,7 @@ lines as `workload=jsonl` has them. No code of a benchmark, and none that a mode
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import WorkloadConfig
+from hydraspec.config.workloads import SOURCES
 from hydraspec.types import WorkloadError
 from hydraspec.workloads.lines import shown
 
@@ -26,6 +28,9 @@ SPEAKERS = {  # "from" of ShareGPT's messages → role
 }
 SCORINGS: dict[str, Literal["number", "defines"]] = {"gsm8k": "number", "humaneval": "defines"}
 CALCULATIONS = re.compile(r"<<.*?>>")  # annotations in GSM8K's answers
+PARQUET = b"PAR1"  # the first bytes of a file in that format
+UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # begins a placeholder
+OF_SPEED_BENCH = ("sub_category", "difficulty", "source", "src_id")  # keys kept in `meta`
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,11 +57,14 @@ class Record:
 
 
 def records(name: str, content: bytes) -> list[Record]:
-    """The objects of a file of JSON lines, or of one JSON array.
+    """The objects of a file of JSON lines or of one JSON array, or the rows of a Parquet file.
 
     Raises:
-        WorkloadError: with the place of the first entry that is no JSON object.
+        WorkloadError: with the place of the first entry that is no JSON object; the file is in
+            Parquet format, and pyarrow is missing or cannot read it.
     """
+    if content.startswith(PARQUET):
+        return _rows(name, content)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -74,6 +82,26 @@ def records(name: str, content: bytes) -> list[Record]:
     if not found:
         raise WorkloadError(f"{name}: there is nothing in it")
     return found
+
+
+def _rows(name: str, content: bytes) -> list[Record]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise WorkloadError(
+            f"{name}: a Parquet file, which needs pyarrow: "
+            'pip install "hydraspec[workloads]", or give the rows as JSON lines'
+        ) from None
+    try:
+        rows = parquet.read_table(io.BytesIO(content)).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's errors are kinds of both
+        problem = str(error).splitlines()[0]
+        raise WorkloadError(
+            f"{name}: cannot be read as a Parquet file: {problem}; get the file again"
+        ) from None
+    if not rows:
+        raise WorkloadError(f"{name}: there is nothing in it")
+    return [Record(f"{name}, row {i}", row) for i, row in enumerate(rows, start=1)]
 
 
 def _parsed(place: str, text: str) -> Any:
@@ -185,8 +213,62 @@ def _questions(
         values = record.values
         if not values.get("turns"):
             raise record.error("turns: must be a non-empty list of user messages")
+        if str(values["turns"][0]).startswith(UNRESOLVED):
+            raise record.error("a placeholder of SPEED-Bench, which is workload=speed_bench")
         line = {"category": record.text("category"), "turns": values["turns"]}
         yield record.place, {**line, "id": values.get("question_id")}
+
+
+def _speed_bench(
+    config: WorkloadConfig, found: Sequence[Record], read: Read
+) -> Iterator[tuple[str, Line]]:
+    """Lines of SPEED-Bench, whose rows are {"question_id", "category", "turns", …} as released and
+    {…, "messages"} as the script that prepares it writes them; a message of a user is a turn."""
+    conversations = [_turns_of(record) for record in found]
+    unresolved = [
+        record
+        for record, turns in zip(found, conversations, strict=True)
+        if any(turn.startswith(UNRESOLVED) for turn in turns)
+    ]
+    if unresolved:
+        raise unresolved[0].error(
+            f"the prompts of {len(unresolved)} of {len(found)} rows are placeholders, whose text "
+            f"is with its sources; the file with all texts: {SOURCES['speed_bench']}"
+        )
+    categories = [record.text("category") for record in found]
+    if config.category is not None and config.category not in categories:
+        raise refusal(
+            "workload.category",
+            config.category,
+            f"is that of no row in {config.path}",
+            allowed=f"{', '.join(sorted(set(categories)))}, or null for all",
+        )
+    for record, turns, category in zip(found, conversations, categories, strict=True):
+        if config.category in (None, category):
+            values = record.values
+            meta = {key: values[key] for key in OF_SPEED_BENCH if values.get(key) is not None}
+            line = {"id": record.text("question_id"), "category": category, "turns": turns}
+            yield record.place, {**line, "meta": meta}
+
+
+def _turns_of(record: Record) -> list[str]:
+    """The messages of the user in a row of SPEED-Bench."""
+    values = record.values
+    key = "turns" if values.get("turns") else "messages"
+    given = values.get(key)
+    if not isinstance(given, list) or not given:
+        raise record.error("turns or messages: one must be a non-empty list of the user's messages")
+    turns = []
+    for i, each in enumerate(given):
+        said = each
+        if key == "messages" and isinstance(each, dict):
+            said = each.get("content") if each.get("role") == "user" else None
+        if not isinstance(said, str) or not said.strip():
+            raise record.error(
+                f"{key}[{i}]: {shown(each)} is not allowed; it must be a user's text"
+            )
+        turns.append(said)
+    return turns
 
 
 def _sharegpt(
@@ -235,5 +317,6 @@ FORMATS = {
     "humaneval": _humaneval,
     "mt_bench": _questions,
     "spec_bench": _questions,
+    "speed_bench": _speed_bench,
     "sharegpt": _sharegpt,
 }

@@ -48,6 +48,7 @@ OF_WORKLOADS = {  # keys that not every workload has
     "humaneval": ("thinking", "chat"),
     "mt_bench": ("thinking",),
     "spec_bench": ("thinking",),
+    "speed_bench": ("thinking", "category"),
     "sharegpt": ("thinking", "max_turns"),
 }
 NEEDED = {  # what a choice asks its user for

@@ -22,6 +22,8 @@ REFUSED = {
     "workload=gsm8k workload.path=x workload.num_shots=-1": ["0 or more"],
     "workload=gsm8k workload.path=x workload.thinking=true workload.chat=false": ["no chat templ"],
     "workload=spec_bench": ["workload.path", "names no file", "hemingkx/Spec-Bench"],
+    "workload=speed_bench": ["workload.path", "names no file", "Evaluation Dataset License"],
+    "workload=spec_bench workload.path=x +workload.category=qa": ["choose workload=speed_bench"],
     "workload=sharegpt workload.path=x workload.max_turns=0": ["1 or more, or null"],
     "+workload.num_shots=3": ["workload.num_shots=3", "choose workload=gsm8k"],
     "experiment=ksweep": ["did you mean experiment=k_sweep?"],

@@ -148,6 +148,9 @@ def test_a_skipped_job_has_a_row_that_says_so(sweep: Path) -> None:
     assert read(sweep).columns == ["method", "num_speculative_tokens"]
     assert "Job 4 was skipped: the target names no <drafter>." in printed
     assert "Without a result: job 10." in printed
+    shutil.copytree(sweep / "4", sweep / "5")
+    compare(sweep, console=console)
+    assert "Jobs 4, 5 were skipped: the target names no <drafter>." in console.export_text()
     result = json.loads((sweep / "compare.json").read_text(encoding="utf-8"))
     assert result["skipped_jobs"][0].items() >= {"job": "4", "method": "eagle"}.items()
     page = check_page((sweep / "compare.html").read_text(encoding="utf-8"))
