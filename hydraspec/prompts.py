@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Span:
@@ -20,6 +22,15 @@ class Span:
     def end(self) -> int:
         """Position after its last token."""
         return self.start + self.length
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Image:
+    """A picture as an image encoder reads it: patches in raster order, without padding."""
+
+    patches: np.ndarray  # [patches, values of a patch] float32 in 0 to 1, channels last in a patch
+    positions: np.ndarray  # [patches, 2] int64: column, row
+    num_tokens: int  # rows that the encoder makes of it: those of its span
 
 
 @dataclass(slots=True, frozen=True)

@@ -32,6 +32,7 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
+from hydraspec.prompts import Image as Image
 from hydraspec.prompts import Prompt as Prompt
 from hydraspec.prompts import Span as Span
 
@@ -70,6 +71,7 @@ class Request:
     messages: Sequence[Mapping[str, str]] | None = None
     prompt_token_ids: list[int] | None = None
     spans: tuple[Span, ...] = ()  # of prompt_token_ids
+    images: tuple[Image, ...] = ()  # of the spans of kind "image", in order
     category: str | None = None
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl

@@ -76,6 +76,7 @@ MAX_FOLDERS = 16  # directly under hydraspec/
 # Package → files that may import it. What is not listed here belongs to nobody yet.
 EVERYWHERE_BUT_THE_COMMAND_LINE = [
     "kernels/*",
+    "hydraspec/prompts.py",
     "hydraspec/types.py",
     *(f"hydraspec/{room}/*" for room in ("sampling", "models", "speculators", "engine", "zoo")),
     *(f"hydraspec/{room}/*" for room in ("parallel", "lab", "bench", "study", "metrics")),
