@@ -79,10 +79,10 @@ def find_keys(
     """
     last_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
     begin, limit = 0, length - rows + last_row + 1
-    if MASK == "block":
+    if MASK == "block" or MASK == "until":
         limit = length
     if WINDOW > 0:
-        if MASK == "causal":
+        if MASK == "causal" or MASK == "until":
             begin = tl.maximum(length - rows + tile * BLOCK_M // GROUP - WINDOW + 1, 0)
         else:
             begin = tl.maximum(length - rows - WINDOW, 0)
