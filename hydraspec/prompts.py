@@ -33,6 +33,17 @@ class Image:
     num_tokens: int  # rows that the encoder makes of it: those of its span
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ImageRows:
+    """Consecutive rows of a step that read encoder rows of one image."""
+
+    digest: str  # of the image's span
+    row: int  # of the step: the first of these rows
+    first: int  # encoder row of the image that it reads
+    count: int
+    last_position: int  # of the image's last token in its prompt
+
+
 @dataclass(slots=True, frozen=True)
 class Prompt:
     """A tokenised prompt: token ids, and the spans of them that are no text, in rising order.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from hydraspec_kernels.attention.plan import GroupShape as GroupShape
 from hydraspec_kernels.attention.plan import RowSegment as RowSegment
+from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import Verdict as Verdict
@@ -33,6 +34,7 @@ from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
 from hydraspec.prompts import Image as Image
+from hydraspec.prompts import ImageRows as ImageRows
 from hydraspec.prompts import Prompt as Prompt
 from hydraspec.prompts import Span as Span
 
@@ -255,6 +257,8 @@ class StepPlan:
     flags: SamplingFlags = EVERYTHING
     draft_length: int | None = None  # chosen for this step, at most K; None: K in every step
     continuations: Continuations | None = None  # drafts to verify, where the host proposes any
+    images: tuple[ImageRows, ...] = ()  # rows of images
+    next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
 
     @property
     def decode_rows(self) -> int:
@@ -302,6 +306,7 @@ class Rows:
     block_tables: list[Tensor]  # per KV group [B, P] int64
     query_start_loc: Tensor  # [B+1] int64, first row of each request; the last entry is T
     has_padding: bool = False  # some requests or rows are padding
+    encoded: EncodedRows | None = None  # rows that no token is embedded for; None: there are none
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -338,6 +343,7 @@ class Batch(Rows):
     flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
     draft_length: int | None = None  # drafts to propose after the step; None: K
+    next_encoded: EncodedRows | None = None  # rows whose following token is none of text
 
     @property
     def num_requests(self) -> int:

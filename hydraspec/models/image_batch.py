@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydraspec.types import Image
 
-MOST_PATCHES = 1 << 14  # of a pass, padding included; a larger image has a pass of its own
+MOST_VALUES = 1 << 24  # of a pass, padding included; a larger image has a pass of its own
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,9 +34,10 @@ def batches(
     first = 0
     while first < len(images):
         last, most = first, 0
+        each = images[first].patches.shape[1]
         while last < len(images):
             widest = max(most, len(images[last].patches))
-            if last > first and widest * (last + 1 - first) > MOST_PATCHES:
+            if last > first and widest * (last + 1 - first) * each > MOST_VALUES:
                 break
             last, most = last + 1, widest
         yield _batch(images[first:last], most, pool, dtype, device)

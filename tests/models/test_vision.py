@@ -36,7 +36,7 @@ def test_features_are_transformers(
     """Twelve towers and twelve projections without one, over images of four sizes, batched with
     padding; every third in several passes."""
     if seed % 3 == 0:
-        monkeypatch.setattr(image_batch, "MOST_PATCHES", 60)
+        monkeypatch.setattr(image_batch, "MOST_VALUES", 60 * 12)
     config = random_wrapper(seed)
     oracle = make_wrapper(config, seed)
     oracle.save_pretrained(tmp_path)

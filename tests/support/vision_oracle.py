@@ -20,7 +20,7 @@ from transformers import (
 )
 from unified_oracle import ABSENT, random_unified_config
 
-from hydraspec.types import Image, Span
+from hydraspec.types import EncodedRows, Image, Span
 
 BOI, IMAGE, EOI = 93, 94, 95  # of the 96 ids of the small text models
 SHAPES = ((3, 2), (1, 1), (2, 4), (5, 1))  # columns and rows of the tokens of images
@@ -156,12 +156,61 @@ def image_prompt(
     return ImagePrompt(ids, tuple(spans), tuple(images))
 
 
-def oracle_inputs(model: Any, prompt: ImagePrompt) -> dict[str, Tensor]:
-    """Arguments of transformers' forward for a prompt."""
+def oracle_inputs(model: Any, prompt: ImagePrompt) -> dict[str, Any]:
+    """Arguments of transformers' forward for a prompt. Masks are those that its `generate` prepares
+    for compiled caches, where images see ahead on sliding layers alone, within the window: without
+    them the unified model's forward of 5.17 lets images see ahead on every layer, which is neither
+    what the other models compute nor what other engines do (vLLM's pull request 47217).
+    """
     ids = torch.tensor([prompt.token_ids])
-    found = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
+    found: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
+    text = model.config.text_config
+    found["attention_mask"] = model.create_masks_for_generate(
+        *(model.config, torch.zeros(1, len(prompt.token_ids), text.hidden_size), None, None),
+        torch.arange(len(prompt.token_ids))[None],
+        mm_token_type_ids=found["mm_token_type_ids"],
+    )
     if prompt.images:
         vision = model.config.vision_config
         pool = 1 if hasattr(vision, "mm_embed_dim") else vision.pooling_kernel_size
         found["pixel_values"], found["image_position_ids"] = padded(list(prompt.images), pool)
     return found
+
+
+def encoded_rows(target: Any, prompt: ImagePrompt, start: int, stop: int) -> EncodedRows | None:
+    """What the engine hands to the forward pass of the rows `start` to `stop`."""
+    rows: list[int] = []
+    states: list[Tensor] = []
+    until = torch.zeros(stop - start, dtype=torch.int64)
+    for span, image in zip(prompt.spans, prompt.images, strict=True):
+        inside = range(max(start, span.start), min(stop, span.end))
+        if not inside:
+            continue
+        encoded = target.encoder.encode([image])[0]
+        states.append(encoded[inside.start - span.start : inside.stop - span.start])
+        rows += [p - start for p in inside]
+        until[inside.start - start : inside.stop - start] = span.end - 1
+    if not rows:
+        return None
+    return EncodedRows(
+        rows=torch.tensor(rows),
+        states=torch.cat(states),
+        sees_until=until if target.images_see_ahead else None,
+    )
+
+
+def random_image_prompt(config: dict[str, Any], seed: int, num_images: int) -> ImagePrompt:
+    """Text, then images of several sizes with text between and after them."""
+    draw = random.Random(seed)
+    parts: list[Any] = [[draw.randrange(3, 90) for _ in range(draw.randint(1, 5))]]
+    for i in range(num_images):
+        parts.append(random_image(draw.choice(SHAPES), config, 100 * seed + i))
+        parts.append([draw.randrange(3, 90) for _ in range(draw.randint(0, 4))])
+    parts.append([draw.randrange(3, 90) for _ in range(2)])
+    return image_prompt(parts, config)
+
+
+def oracle_image_logits(model: Any, prompt: ImagePrompt) -> Tensor:
+    """Logits [len, V] of an uncached forward."""
+    with torch.no_grad():
+        return model(**oracle_inputs(model, prompt), output_hidden_states=True).logits[0]

@@ -142,8 +142,16 @@ def read_gemma4_config(
         rope={kind: _rope_shape(reader, kind) for kind in sorted(set(kinds))},
         vision=vision,
         image_lookup_id=reader.count("pad_token_id", 0, least=0) if vision and ple else 0,
-        images_see_ahead=reader.get("use_bidirectional_attention") == "vision",
+        images_see_ahead=vision is not None and images_see_ahead(config),
     )
+
+
+def images_see_ahead(config: Mapping[str, Any]) -> bool:
+    """Returns whether rows of an image see each other both ways in a model with this raw
+    config.json, so that its images must not be cut; unified models do unless the key says null.
+    """
+    default = "vision" if unified.is_unified(config) else None
+    return bool(text_part(config).get("use_bidirectional_attention", default) == "vision")
 
 
 def _refuse_unsupported(reader: ConfigReader) -> None:

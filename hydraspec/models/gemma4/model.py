@@ -28,6 +28,7 @@ from hydraspec.models.linear import Linear, Table
 from hydraspec.models.parts import Share, Weights
 from hydraspec.models.place import Place
 from hydraspec.parallel.vocabulary import Vocabulary
+from hydraspec.types import Rows
 
 _SOUNDS = ("audio_tower.", "embed_audio.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
@@ -101,6 +102,7 @@ class Gemma4Target(Decoder):
         self.softcap = config.softcap
         self.per_layer = PerLayerEmbedding(config, self.held, place) if config.ple_size else None
         self.encoder = build_encoder(config.vision, config.hidden_size, place.if_held(self.embeds))
+        self.images_see_ahead = config.images_see_ahead
 
     def frequencies(self, config: Gemma4Config, place: Place) -> dict[str, Frequencies]:
         """Rotary frequencies of each kind of layers."""
@@ -143,14 +145,17 @@ class Gemma4Target(Decoder):
         """Returns whether this stage has the embedding table, which per-layer inputs read too."""
         return super().embeds or bool(self.config.ple_size)
 
-    def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
+    def layer_inputs(self, rows: Rows, embedded: Tensor | None) -> Tensor | None:
         """Per-layer inputs [T, layers of this stage, width]; None for a model without them. Each
-        stage computes those of its layers from token ids.
+        stage computes those of its layers from token ids and from the stream before layer 0
+        (None: it is computed here). Rows of images look up one token, and project what they embed.
         """
         if self.per_layer is None:
             return None
-        embedded = self.embed(token_ids) if embedded is None else embedded
-        return self.per_layer.forward(token_ids, embedded)
+        ids = rows.input_ids
+        if rows.encoded is not None:
+            ids = ids.index_fill(0, rows.encoded.rows, self.config.image_lookup_id)
+        return self.per_layer.forward(ids, self.embed_rows(rows) if embedded is None else embedded)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

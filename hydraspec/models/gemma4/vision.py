@@ -33,10 +33,8 @@ class ImageEncoder(Weights):
 
     def __init__(self, shape: PatchShape, width: int, text_size: int, place: Place) -> None:
         """width: of the tokens before the projection."""
-        self.shape, self.dtype, self.device, self.wide = (
-            *(shape, place.dtype, place.device),
-            place.wide,
-        )
+        self.shape, self.dtype, self.device = shape, place.dtype, place.device
+        self.wide, self.is_held = place.wide, place.device.type != "meta"
         self.projection = Linear(place, width, {"embedding_projection": text_size})
 
     def fault(self, image: Image) -> str | None:

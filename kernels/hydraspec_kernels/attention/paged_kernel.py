@@ -23,6 +23,7 @@ from hydraspec_kernels.attention.tiles_kernel import (
     find_request,
     find_rows,
     load_rows,
+    newest_keys,
     prefetch_keys,
     times_scale,
 )
@@ -112,12 +113,7 @@ def _attention_kernel(
     )
     position = length - rows + row
     scale = times_scale(scale, kv_scales, kv_head)
-    last = position if MASK != "block" else tl.maximum(position, limit)
-    if MASK == "until":
-        last = tl.maximum(
-            last, tl.load(sees_until + start + row, mask=inside, other=0).to(tl.int32)
-        )
-    newest = tl.minimum(last, limit - 1)
+    newest = newest_keys(sees_until, start + row, position, limit, inside, MASK)
     top, total = tl.full([BLOCK_M], NO_KEY, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for at in tl.range(begin, limit, BLOCK_N):
@@ -141,7 +137,6 @@ def _attention_kernel(
         v = k if LATENT else load_rows(values, at_key, seen, 0, VALUE_DIM, BLOCK_V).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
-
     acc = times_scale(acc, kv_scales, NUM_KV_HEADS + kv_head)
     d = tl.arange(0, BLOCK_V)
     mask = inside[:, None] & (d < VALUE_DIM)[None, :]

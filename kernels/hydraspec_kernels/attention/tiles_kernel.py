@@ -94,6 +94,18 @@ def find_keys(
 
 
 @triton.jit
+def newest_keys(sees_until, row, position, limit, inside, MASK: tl.constexpr):
+    """The last key before `limit` that each query of a tile sees; MASK "until" reads it by row."""
+    if MASK == "block":
+        return tl.minimum(tl.maximum(position, limit), limit - 1)
+    elif MASK == "until":
+        until = tl.load(sees_until + row, mask=inside, other=0).to(tl.int32)
+        return tl.minimum(tl.maximum(position, until), limit - 1)
+    else:
+        return tl.minimum(position, limit - 1)
+
+
+@triton.jit
 def prefetch_keys(
     keys, values, table, begin, limit, table_width, num_blocks,
     BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr,
