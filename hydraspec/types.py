@@ -33,6 +33,7 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
+from hydraspec.prompts import IMAGE as IMAGE
 from hydraspec.prompts import Image as Image
 from hydraspec.prompts import ImageRows as ImageRows
 from hydraspec.prompts import Prompt as Prompt

@@ -30,6 +30,7 @@ class EngineInfo:
     checks_logits: bool = False  # in every step: NaN or infinite logits end the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     prefix_caching: PrefixCaching | None = None  # None: there is none, or it is not known
+    encoded_kinds: tuple[str, ...] = ()  # kinds of spans that the target has an encoder for
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
     max_memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order

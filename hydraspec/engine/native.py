@@ -110,6 +110,8 @@ class NativeEngine(Engine):
     ) -> Generator[StepRecord | Completion]:
         """Runs the requests that `admission` admits; yields the same events as `run`."""
         num_unfinished, history = 0, History(requests)
+        images = self.parts.runner.images
+        images.learn(requests)
         if self._scheduler.draft_lengths is not None:
             self._scheduler.draft_lengths.start_over()
         if self._scheduler.step_drafts is not None:
@@ -118,7 +120,10 @@ class NativeEngine(Engine):
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
                     offered_at = admission.offered_at(request)
-                    self._scheduler.add(history.offer(Sequence, request, offered_at))
+                    sequence = history.offer(Sequence, request, offered_at)
+                    if sequence.spans and (fault := images.fault(sequence.spans)):
+                        sequence.fail(fault)
+                    self._scheduler.add(sequence)
                 if cancelled := admission.cancelled():
                     self._scheduler.cancel(cancelled)
                 collected = self.step()

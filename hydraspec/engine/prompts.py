@@ -12,7 +12,6 @@ from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, WorkloadError
 
-ENCODED_KINDS: frozenset[str] = frozenset()  # kinds of spans that engines have an encoder for
 ANSWER = "answer-{}-of-this-conversation"  # stands in a chat for an answer not given yet
 
 
@@ -54,12 +53,13 @@ def tokenize(
 
 
 def _refuse_spans(request: Request, info: EngineInfo) -> None:
-    """Refuse a span that engines have no encoder for."""
+    """Refuse a span that the engine has no encoder for."""
+    known = info.encoded_kinds
     for i, span in enumerate(request.spans):
-        if span.kind not in ENCODED_KINDS:
+        if span.kind not in known:
             raise WorkloadError(
                 f"request {request.id}: spans[{i}].kind={span.kind!r}: engine={info.engine} has no "
-                f"encoder for it\n  allowed: {', '.join(sorted(ENCODED_KINDS)) or 'text alone'}\n"
+                f"encoder for it\n  allowed: {', '.join(known) or 'text alone'}\n"
                 "  to do: give the prompt without this span, as text or token ids alone",
                 request_id=request.id,
             )

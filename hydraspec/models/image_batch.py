@@ -77,10 +77,10 @@ def _batch(
     padding = np.arange(most) >= np.array(counts)[:, None]
     cells = np.concatenate([i * most + _cells(image, pool) for i, image in enumerate(images)])
     return ImageBatch(
-        patches=_sent(patches, device).flatten(0, 1).to(dtype),
-        positions=_sent(positions, device).flatten(0, 1),
-        is_padding=_sent(padding, device) if padding.any() else None,
-        cells=_sent(cells, device),
+        patches=sent(patches, device).flatten(0, 1).to(dtype),
+        positions=sent(positions, device).flatten(0, 1),
+        is_padding=sent(padding, device) if padding.any() else None,
+        cells=sent(cells, device),
         num_tokens=tuple(image.num_tokens for image in images),
     )
 
@@ -93,7 +93,8 @@ def _cells(image: Image, pool: int) -> np.ndarray:
     return order.reshape(image.num_tokens, pool**2)
 
 
-def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+def sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, by a copy for which the host does not wait."""
     staged = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
         staged = staged.pin_memory()

@@ -65,7 +65,7 @@ def random_wrapper(seed: int, **changes: Any) -> dict[str, Any]:
         **{"model_type": "gemma4_unified" if is_unified else "gemma4"},
         **{"text_config": text, "vision_config": tower, "audio_config": None},
         **{"boi_token_id": BOI, "image_token_id": IMAGE, "eoi_token_id": EOI},
-        **{"video_token_id": 92, "audio_token_id": 91},
+        **{"video_token_id": 258884, "audio_token_id": 258881},
         "tie_word_embeddings": text.get("tie_word_embeddings", True),
     }
 
