@@ -121,8 +121,10 @@ OWNERS = {
     "scipy": ["hydraspec/metrics/statistics.py"],
     "threadpoolctl": ["hydraspec/metrics/step_costs.py"],
     "jinja2": ["hydraspec/study/html.py"],
+    "PIL": ["hydraspec/models/pictures/decoding.py"],
 }
-LAZY = {"scipy", "wandb", "wandb_workspaces", "datasets", "vllm"}  # imported inside functions only
+# Packages that are imported inside functions only.
+LAZY = {"PIL", "scipy", "wandb", "wandb_workspaces", "datasets", "vllm"}
 
 
 def room_of(path: str) -> str:

@@ -1,0 +1,145 @@
+"""The form in which a target reads pictures: patches, tokens, and the token ids around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydraspec.errors import CheckpointError, ConfigurationError
+from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
+from hydraspec.models.checkpoint.reader import Checkpoint
+
+MAX_TOKENS = (70, 140, 280, 560, 1120)
+DEFAULT_MAX_TOKENS = 280
+# Model types with an encoder that is understood, each with the key of its table of positions, and
+# the table's default size.
+ENCODERS = {
+    "gemma4": ("position_embedding_size", 10240),
+    "gemma4_unified": ("mm_posemb_size", 1120),
+}
+PATCH_DEFAULTS = {"patch_size": 16, "pooling_kernel_size": 3}
+ID_DEFAULTS = {"boi_token_id": 255999, "image_token_id": 258880, "eoi_token_id": 258882}
+# Files of a processor, each with the key that holds the image processor's part.
+PROCESSOR_FILES = {"processor_config.json": "image_processor", "preprocessor_config.json": None}
+BICUBIC = 3  # Pillow's number
+# Keys of a processor's file whose other values are not understood.
+PROCESSOR_KEYS: dict[str, tuple[object, ...]] = {
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (False,),
+    "resample": (BICUBIC,),
+    "rescale_factor": (1 / 255,),
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PictureFormat:
+    """The form in which a target reads pictures."""
+
+    patch_size: int  # pixels of a patch's side
+    pooling: int  # patches of a side that become one token
+    max_tokens: int  # of a picture, in MAX_TOKENS
+    max_positions: int  # patches of a side: entries of the encoder's table
+    begin_id: int  # token before the tokens of a picture
+    image_id: int  # placeholder; one for each token of a picture
+    end_id: int  # token after them
+    may_be_cut: bool  # False: all tokens of a picture are read in one step
+
+
+def read_picture_format(opened: Checkpoint, max_soft_tokens: int | None) -> PictureFormat | None:
+    """The form of a checkpoint's pictures; None if it has no encoder for them that is understood.
+    `max_soft_tokens` (target.max_soft_tokens) overrides the checkpoint's number.
+
+    Raises:
+        CheckpointError: keys of config.json or of the processor's file are out of range.
+        ConfigurationError: max_soft_tokens is set, and there is no encoder.
+    """
+    config, kind = opened.config, opened.config.get("model_type")
+    vision = config.get("vision_config")
+    if kind not in ENCODERS or not isinstance(vision, Mapping):
+        if max_soft_tokens is not None:
+            raise ConfigurationError(
+                f"target.max_soft_tokens={max_soft_tokens} has no meaning: the target reads no "
+                "pictures\n  allowed: null\n  to do: leave the key out"
+            )
+        return None
+    where = str(opened.folder)
+    positions, num_positions = ENCODERS[kind]
+    reader = ConfigReader(
+        {f"vision_config.{key}": value for key, value in vision.items()},
+        where,
+        {f"vision_config.{key}": value for key, value in PATCH_DEFAULTS.items()},
+    )
+    patch, pooling = (reader.count(f"vision_config.{key}") for key in PATCH_DEFAULTS)
+    processor = _processor(opened.folder)
+    _check_processor(processor, {"patch_size": patch, "pooling_kernel_size": pooling}, where)
+    begin, image, end = _token_ids(config, where)
+    is_merged = kind == "gemma4_unified"  # a patch is a token
+    return PictureFormat(
+        patch_size=patch * pooling if is_merged else patch,
+        pooling=1 if is_merged else pooling,
+        max_tokens=max_soft_tokens or _max_tokens(processor, config, where),
+        max_positions=reader.count(f"vision_config.{positions}", num_positions),
+        begin_id=begin,
+        image_id=image,
+        end_id=end,
+        may_be_cut=text_part(config).get("use_bidirectional_attention") != "vision",
+    )
+
+
+def _token_ids(config: Mapping[str, Any], where: str) -> list[int]:
+    """The ids of ID_DEFAULTS, in its order."""
+    reader = ConfigReader(config, where, ID_DEFAULTS)
+    vocab_size = ConfigReader(text_part(config), where).count("vocab_size")
+    found = [reader.count(key, least=0) for key in ID_DEFAULTS]
+    for key, token in zip(ID_DEFAULTS, found, strict=True):
+        if token >= vocab_size:
+            raise reader.fail(key, f"an id of the vocabulary, below {vocab_size}")
+    if len(set(found)) < len(found):
+        raise reader.fail("image_token_id", "an id other than boi_token_id and eoi_token_id")
+    return found
+
+
+def _max_tokens(processor: Mapping[str, Any], config: Mapping[str, Any], where: str) -> int:
+    for values, key in ((processor, "max_soft_tokens"), (config, "vision_soft_tokens_per_image")):
+        reader = ConfigReader(values, where)
+        if reader.get(key) is None:
+            continue
+        found = reader.count(key)
+        if found not in MAX_TOKENS:
+            raise reader.fail(key, f"one of {', '.join(map(str, MAX_TOKENS))}")
+        return found
+    return DEFAULT_MAX_TOKENS
+
+
+def _processor(folder: Path) -> Mapping[str, Any]:
+    """The image processor's keys in the first of PROCESSOR_FILES that has them; {} without any."""
+    for name, part in PROCESSOR_FILES.items():
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+            found = content.get(part) if part else content
+            if isinstance(found, dict):
+                return found
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{name} of {str(folder)!r} cannot be read: {error}; download it again"
+            ) from None
+    return {}
+
+
+def _check_processor(processor: Mapping[str, Any], patches: Mapping[str, int], where: str) -> None:
+    """Refuse a processor that prepares pictures otherwise than `to_image` does."""
+    known = PROCESSOR_KEYS | {key: (value,) for key, value in patches.items()}
+    for key, allowed in known.items():
+        found = processor.get(key)
+        if found is not None and found not in allowed:
+            raise CheckpointError(
+                f"the image processor's file of {where!r}: {key} is {found!r}; expected "
+                f"{allowed[0]!r}: only that preparation of pictures is understood"
+            )
