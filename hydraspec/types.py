@@ -34,6 +34,7 @@ from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
 from hydraspec.prompts import IMAGE as IMAGE
+from hydraspec.pictures import Picture as Picture
 from hydraspec.prompts import Image as Image
 from hydraspec.prompts import ImageRows as ImageRows
 from hydraspec.prompts import Prompt as Prompt
@@ -57,18 +58,6 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
-MAX_PICTURE_BYTES = 1 << 25  # of an encoded picture
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Picture:
-    """The file of a picture in a message, or the reason why it cannot be read."""
-
-    name: str  # for messages: its path as the message gives it, or "data URL"
-    content: bytes = b""
-    error: str | None = None
-
-
 # A message of a chat: "role", and "content", a string or a list of parts, which are
 # {"type": "text", "text": …} or {"type": "image"}.
 Message: TypeAlias = Mapping[str, Any]
@@ -78,8 +67,7 @@ Message: TypeAlias = Mapping[str, Any]
 class Request:
     """A workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
 
-    `Engine.tokenize` fills prompt_token_ids, and spans and images where there are pictures. `index`
-    is the place in the workload, counted from 0.
+    `Engine.tokenize` fills prompt_token_ids. `index` is the place in the workload, counted from 0.
 
     A later turn of a conversation (`after`) has in its prompt, messages or prompt_token_ids only
     what is new: the engine puts the previous turn's prompt and its answer in front.
@@ -101,7 +89,7 @@ class Request:
     turn: int = 1  # number of the turn in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
-    pictures: tuple[Picture, ...] = ()  # of the parts of type "image" in messages, in order
+    pictures: tuple[Picture, ...] = ()  # of the image parts of messages; become spans and images
     error: str | None = None  # why it cannot be served; engines end it with this error
 
     @property

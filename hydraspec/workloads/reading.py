@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
@@ -105,7 +106,7 @@ def read(config: RunConfig) -> Workload | None:
         if workload.num_lines == limit:
             break
         if line.strip():
-            _add(workload, place, line, config)
+            _add(workload, place, line, config, found.folder)
     if not workload.requests:
         raise WorkloadError(f"{found.name}: there is no request in it; write a JSON object a line")
     workload.warnings = found.warnings + _overridden(config.sampling, workload.requests)
@@ -119,16 +120,18 @@ def read(config: RunConfig) -> Workload | None:
 
 @dataclass(slots=True, frozen=True)
 class _Lines:
-    """A workload's name for messages, its lines with their places, and warnings."""
+    """A workload's name for messages, its lines with their places, warnings, and the folder of its
+    file."""
 
     name: str
     lines: Iterator[tuple[str, bytes]]
     warnings: list[str] = field(default_factory=list)
+    folder: Path | None = None
 
 
 def _lines(config: RunConfig) -> _Lines:
     size = config.workload
-    added = added_workload(size.name)
+    added, folder = added_workload(size.name), None
     if added is not None:
         name, lines = f"workload={added.name}", _lines_of(added, config)
     else:
@@ -138,8 +141,9 @@ def _lines(config: RunConfig) -> _Lines:
             made = published.FORMATS[size.name](size, found, workload_files.of_shots)
             encoded = ((place, json.dumps(line).encode()) for place, line in made)
             return _Lines(name, encoded, published.left_out(size, found))
-        lines = iter(content.split(b"\n"))
-    return _Lines(name, ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1)))
+        lines, folder = iter(content.split(b"\n")), workload_files.folder_of(size)
+    places = ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1))
+    return _Lines(name, places, folder=folder)
 
 
 def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:
@@ -198,13 +202,16 @@ def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str
     ]
 
 
-def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
+def _add(
+    workload: Workload, place: str, raw: bytes, config: RunConfig, folder: Path | None
+) -> None:
     found = parse_line(
         raw,
         place=place,
         index=len(workload.requests),
         number=workload.num_lines,
         defaults=lambda i: default_sampling(config.sampling, seed=request_seed(config.seed, i)),
+        folder=folder,
     )
     for request in found:
         if request.id in workload.places:

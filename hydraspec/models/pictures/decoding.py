@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hydraspec.errors import ConfigurationError, WorkloadError
-from hydraspec.types import MAX_PICTURE_BYTES
+from hydraspec.pictures import MAX_PICTURE_BYTES
 
 Opened: TypeAlias = Any  # PIL.Image.Image
 

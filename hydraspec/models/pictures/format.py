@@ -11,16 +11,11 @@ from typing import Any
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.gemma4.vision_config import DEFAULTS, KEY, read_vision
 
 MAX_TOKENS = (70, 140, 280, 560, 1120)
 DEFAULT_MAX_TOKENS = 280
-# Model types with an encoder that is understood, each with the key of its table of positions, and
-# the table's default size.
-ENCODERS = {
-    "gemma4": ("position_embedding_size", 10240),
-    "gemma4_unified": ("mm_posemb_size", 1120),
-}
-PATCH_DEFAULTS = {"patch_size": 16, "pooling_kernel_size": 3}
+READ_BY = ("gemma4", "gemma4_unified")  # model types of wrappers whose encoders are understood
 ID_DEFAULTS = {"boi_token_id": 255999, "image_token_id": 258880, "eoi_token_id": 258882}
 # Files of a processor, each with the key that holds the image processor's part.
 PROCESSOR_FILES = {"processor_config.json": "image_processor", "preprocessor_config.json": None}
@@ -57,32 +52,25 @@ def read_picture_format(opened: Checkpoint, max_soft_tokens: int | None) -> Pict
         CheckpointError: keys of config.json or of the processor's file are out of range.
         ConfigurationError: max_soft_tokens is set, and there is no encoder.
     """
-    config, kind = opened.config, opened.config.get("model_type")
-    vision = config.get("vision_config")
-    if kind not in ENCODERS or not isinstance(vision, Mapping):
-        if max_soft_tokens is not None:
-            raise ConfigurationError(
-                f"target.max_soft_tokens={max_soft_tokens} has no meaning: the target reads no "
-                "pictures\n  allowed: null\n  to do: leave the key out"
-            )
-        return None
-    where = str(opened.folder)
-    positions, num_positions = ENCODERS[kind]
-    reader = ConfigReader(
-        {f"vision_config.{key}": value for key, value in vision.items()},
-        where,
-        {f"vision_config.{key}": value for key, value in PATCH_DEFAULTS.items()},
-    )
-    patch, pooling = (reader.count(f"vision_config.{key}") for key in PATCH_DEFAULTS)
+    config, where = opened.config, str(opened.folder)
+    shape = read_vision(config, where) if config.get("model_type") in READ_BY else None
+    if shape is None:
+        if max_soft_tokens is None:
+            return None
+        raise ConfigurationError(
+            f"target.max_soft_tokens={max_soft_tokens} has no meaning: the target reads no pictures"
+            "\n  allowed: null\n  to do: leave the key out"
+        )
     processor = _processor(opened.folder)
-    _check_processor(processor, {"patch_size": patch, "pooling_kernel_size": pooling}, where)
+    vision = config[KEY]
+    sides = {key: vision.get(key) or DEFAULTS[key] for key in ("patch_size", "pooling_kernel_size")}
+    _check_processor(processor, sides, where)
     begin, image, end = _token_ids(config, where)
-    is_merged = kind == "gemma4_unified"  # a patch is a token
     return PictureFormat(
-        patch_size=patch * pooling if is_merged else patch,
-        pooling=1 if is_merged else pooling,
+        patch_size=shape.patch_size,
+        pooling=shape.pool,
         max_tokens=max_soft_tokens or _max_tokens(processor, config, where),
-        max_positions=reader.count(f"vision_config.{positions}", num_positions),
+        max_positions=shape.num_positions,
         begin_id=begin,
         image_id=image,
         end_id=end,
