@@ -8,13 +8,13 @@ import math
 import struct
 import zlib
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from picture_folders import drawn, encoded
 from PIL import Image as Pillow
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -38,14 +38,6 @@ TOWER = PictureFormat(
 def form(**changes: Any) -> PictureFormat:
     fields = {name: getattr(TOWER, name) for name in PictureFormat.__slots__}
     return PictureFormat(**fields | changes)
-
-
-def drawn(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Noise over a gradient: another filter, or none before it, moves many values by more than the
-    two levels that Pillow's and torch's rounding differ by."""
-    rng = np.random.default_rng([seed, height, width])
-    ramp = np.add.outer(np.arange(height) * 3, np.arange(width) * 2)[..., None] % 200
-    return (ramp + rng.integers(0, 56, (height, width, 3))).astype(np.uint8)
 
 
 # ------------------------------------------------------------------ parity
@@ -134,13 +126,6 @@ def test_digests_differ_with_any_pixel_and_with_the_form() -> None:
 
 
 # ------------------------------------------------------------------ decoding
-
-
-def encoded(kind: str, pixels: np.ndarray | Pillow.Image, **options: Any) -> bytes:
-    picture = pixels if isinstance(pixels, Pillow.Image) else Pillow.fromarray(pixels)
-    target = BytesIO()
-    picture.save(target, kind, **options)
-    return target.getvalue()
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
