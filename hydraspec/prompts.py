@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,3 +66,17 @@ class Prompt:
                     f"after the {len(self.token_ids)} tokens of the prompt"
                 )
             at = span.end
+
+
+IMAGE = "image"  # a span's kind
+
+
+def by_digest(spans: Sequence[Span], images: Sequence[Image]) -> dict[str, Image]:
+    """The images of a prompt by the digests of their spans."""
+    digests = (span.digest for span in spans if span.kind == IMAGE)
+    return dict(zip(digests, images, strict=False))
+
+
+def images_of(spans: Sequence[Span], known: Mapping[str, Image]) -> tuple[Image, ...]:
+    """The images of spans, of those known by their digests."""
+    return tuple(known[s.digest] for s in spans if s.kind == IMAGE and s.digest in known)

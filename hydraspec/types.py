@@ -35,10 +35,13 @@ from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
 from hydraspec.prompts import IMAGE as IMAGE
 from hydraspec.pictures import Picture as Picture
+from hydraspec.prompts import IMAGE as IMAGE
 from hydraspec.prompts import Image as Image
 from hydraspec.prompts import ImageRows as ImageRows
 from hydraspec.prompts import Prompt as Prompt
 from hydraspec.prompts import Span as Span
+from hydraspec.prompts import by_digest as by_digest
+from hydraspec.prompts import images_of as images_of
 
 # --------------------------------------------------------------------------- requests
 

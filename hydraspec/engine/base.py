@@ -10,7 +10,15 @@ import numpy as np
 
 from hydraspec.engine.costs import CostTable
 from hydraspec.errors import ConfigurationError
-from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, Span, StepRecord
+from hydraspec.types import (
+    Completion,
+    Image,
+    PositionScores,
+    PrefixCaching,
+    Request,
+    Span,
+    StepRecord,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,10 +141,13 @@ class Engine(ABC):
 
     @abstractmethod
     def next_token_logits(
-        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+        self,
+        token_ids: Sequence[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
     ) -> np.ndarray | None:
-        """Target logits [V] (float64) after `token_ids`, of which `spans` are no text, from one
-        fresh prefill; None from an engine that gives none.
+        """Target logits [V] (float64) after `token_ids`, of which `spans` are no text, and `images`
+        those of kind "image", from one fresh prefill; None from an engine that gives none.
         """
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:

@@ -37,6 +37,7 @@ from hydraspec.speculators.teacher_forcing.texts import continued, finished_text
 from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
     Completion,
+    Image,
     NotFiniteError,
     PositionScores,
     Request,
@@ -293,13 +294,19 @@ class NativeEngine(Engine):
         parts = load_baseline(self.parts)
         return NativeEngine(parts.config, parts)
 
-    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
+    def next_token_logits(
+        self,
+        token_ids: Seq[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
+    ) -> np.ndarray:
         request = Request(
             index=0,
             id="logits",
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
             spans=spans,
+            images=images,
         )
         runner = self.parts.runner
         with runner.keeping_logits():

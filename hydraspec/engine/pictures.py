@@ -18,9 +18,8 @@ from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.models.pictures import decoding
 from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.pictures.patches import digest, to_image
-from hydraspec.types import Image, Picture, Request, Span, WorkloadError
+from hydraspec.types import IMAGE, Image, Picture, Request, Span, WorkloadError
 
-KIND = "image"  # of spans
 GROUP = 4  # pictures of a decoding process, whose pixels are on the disk together
 
 
@@ -149,7 +148,7 @@ def put_images(
         length = picture.image.num_tokens
         spans.append(
             Span(
-                kind=KIND,
+                kind=IMAGE,
                 start=len(found) + 1,
                 length=length,
                 digest=picture.digest,

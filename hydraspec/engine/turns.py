@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hydraspec.engine.finish import OfferedRequest
-from hydraspec.types import Completion, Image, Prompt, Request
+from hydraspec.types import Completion, Prompt, Request, by_digest, images_of
 
 Offered = TypeVar("Offered", bound=OfferedRequest)
 
@@ -37,7 +37,6 @@ class Conversations:
 @dataclass(slots=True, frozen=True)
 class _Answer:
     completion: Completion
-    images: tuple[Image, ...]  # of its prompt
     came_at: float  # time.perf_counter()
 
 
@@ -49,13 +48,16 @@ class History:
         self._awaited = {request.after for request in requests}
         self._answers: dict[int, _Answer] = {}
         self._causes: dict[int, str] = {}  # turn that was not sent -> why
-        self._images = {request.index: request.images for request in requests}
+        self._images = {
+            digest: image
+            for request in requests
+            for digest, image in by_digest(request.spans, request.images).items()
+        }
 
     def add(self, completion: Completion) -> None:
         """Keep the completion of a request that ended now, if a later turn needs it."""
         if completion.index in self._awaited:
-            images = self._images[completion.index]
-            self._answers[completion.index] = _Answer(completion, images, time.perf_counter())
+            self._answers[completion.index] = _Answer(completion, time.perf_counter())
 
     def offer(
         self, kind: type[Offered], request: Request, offered_at: float | None = None
@@ -67,9 +69,11 @@ class History:
             return kind.of(request, offered_at)
         before = self._answers.pop(request.after)
         prompt = followed_prompt(before.completion, request.tokens)
-        images = self._images[request.index] = (*before.images, *request.images)
         whole = replace(
-            request, prompt_token_ids=list(prompt.token_ids), spans=prompt.spans, images=images
+            request,
+            prompt_token_ids=list(prompt.token_ids),
+            spans=prompt.spans,
+            images=images_of(prompt.spans, self._images),
         )
         sequence = kind.of(whole, before.came_at)
         if before.completion.finish_reason == "error":
