@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_PICTURE_BYTES = 1 << 25  # of an encoded picture
+MAX_SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of tokens that Gemma 4 may make of a picture
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

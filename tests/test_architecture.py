@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "shipped": set(),
     "version": set(),
     "plugins": set(),
-    "config": {"types", "plugins", "shipped"},
+    "config": {"types", "pictures", "plugins", "shipped"},
     "factory": {"config", "types"},  # classes by string only
     "parallel": {"kernels", "types", "signals", "config", "factory"},
     "sampling": {"kernels", "types", "parallel"},

@@ -93,6 +93,7 @@ class TargetConfig:
     weights: Weights = Weights.checkpoint
     dtype: Dtype = Dtype.float32
     max_model_len: int | None = None  # null: the checkpoint's own limit
+    max_soft_tokens: int | None = None  # of a picture; null: as the checkpoint's processor says
     drafters: dict[str, str] = field(default_factory=dict)  # method -> default checkpoint
 
 

@@ -20,8 +20,9 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 
 from hydraspec.errors import WorkloadError
 from hydraspec.models.pictures import decoding
-from hydraspec.models.pictures.format import MAX_TOKENS, PictureFormat
+from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.pictures.patches import digest, fitted_size, to_image
+from hydraspec.pictures import MAX_SOFT_TOKENS
 
 TOWER = PictureFormat(
     patch_size=16,
@@ -66,7 +67,7 @@ def test_patches_and_positions_are_transformers(size: tuple[int, int], max_token
     assert 255 * difference.mean() <= ROUNDING[1]
 
 
-@pytest.mark.parametrize("max_tokens", MAX_TOKENS)
+@pytest.mark.parametrize("max_tokens", MAX_SOFT_TOKENS)
 def test_sizes_are_transformers(max_tokens: int) -> None:
     """Over thousands of sizes, those that are exact multiples among them."""
     source = find_spec("transformers.models.gemma4.image_processing_pil_gemma4")

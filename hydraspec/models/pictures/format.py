@@ -12,8 +12,8 @@ from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.gemma4.vision_config import DEFAULTS, KEY, read_vision
+from hydraspec.pictures import MAX_SOFT_TOKENS
 
-MAX_TOKENS = (70, 140, 280, 560, 1120)
 DEFAULT_MAX_TOKENS = 280
 READ_BY = ("gemma4", "gemma4_unified")  # model types of wrappers whose encoders are understood
 ID_DEFAULTS = {"boi_token_id": 255999, "image_token_id": 258880, "eoi_token_id": 258882}
@@ -36,7 +36,7 @@ class PictureFormat:
 
     patch_size: int  # pixels of a patch's side
     pooling: int  # patches of a side that become one token
-    max_tokens: int  # of a picture, in MAX_TOKENS
+    max_tokens: int  # of a picture, in MAX_SOFT_TOKENS
     max_positions: int  # patches of a side: entries of the encoder's table
     begin_id: int  # token before the tokens of a picture
     image_id: int  # placeholder; one for each token of a picture
@@ -97,8 +97,8 @@ def _max_tokens(processor: Mapping[str, Any], config: Mapping[str, Any], where: 
         if reader.get(key) is None:
             continue
         found = reader.count(key)
-        if found not in MAX_TOKENS:
-            raise reader.fail(key, f"one of {', '.join(map(str, MAX_TOKENS))}")
+        if found not in MAX_SOFT_TOKENS:
+            raise reader.fail(key, f"one of {', '.join(map(str, MAX_SOFT_TOKENS))}")
         return found
     return DEFAULT_MAX_TOKENS
 
