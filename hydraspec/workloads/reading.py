@@ -21,10 +21,10 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
-from hydraspec.config.workloads import is_random
+from hydraspec.config.workloads import DRAWN, is_random
 from hydraspec.types import Request, SamplingParams, WorkloadError
+from hydraspec.workloads import drawn, published
 from hydraspec.workloads import files as workload_files
-from hydraspec.workloads import published
 from hydraspec.workloads.conversations import conversations_of_lines, num_turns_in_all
 from hydraspec.workloads.lines import parse_line
 
@@ -134,6 +134,9 @@ def _lines(config: RunConfig) -> _Lines:
     added, folder = added_workload(size.name), None
     if added is not None:
         name, lines = f"workload={added.name}", _lines_of(added, config)
+    elif size.name == DRAWN:
+        name, made = f"workload={DRAWN}", drawn.lines(size, config.seed)
+        lines = (json.dumps(line).encode() for line in made)
     else:
         name, content = workload_files.of_workload(size)
         if size.name in published.FORMATS:
@@ -177,9 +180,10 @@ def depends_on_seed(config: RunConfig) -> bool:
     Raises:
         WorkloadError: as `read`.
     """
-    drawn = Weights.random in (config.target.weights, config.method.weights)
-    drawn |= added_workload(config.workload.name) is not None  # its function is given the seed
-    if drawn or config.method.verification is Verification.synthetic:
+    has_seed = Weights.random in (config.target.weights, config.method.weights)
+    name = config.workload.name
+    has_seed |= name == DRAWN or added_workload(name) is not None  # its function is given the seed
+    if has_seed or config.method.verification is Verification.synthetic:
         return True
     workload = read(config)
     return workload is None or any(

@@ -43,6 +43,7 @@ OF_WORKLOADS = {  # keys that not every workload has
         *("prefix_tokens", "suffix_tokens", "output_tokens"),
     ),
     "multi_turn": ("num_conversations", "num_turns", "turn_tokens", "output_tokens"),
+    "images": ("num_requests", "thinking"),
     "jsonl": ("thinking",),
     "gsm8k": ("thinking", "chat", "num_shots", "shots_path"),
     "humaneval": ("thinking", "chat"),
