@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+IMAGE = "image"  # the kind of a span that is an image's
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -20,6 +24,26 @@ class Span:
     def end(self) -> int:
         """Position after its last token."""
         return self.start + self.length
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Image:
+    """A picture as an image encoder reads it: patches in raster order, without padding."""
+
+    patches: np.ndarray  # [patches, values of a patch] float32 in 0 to 1, channels last in a patch
+    positions: np.ndarray  # [patches, 2] int64: column, row
+    num_tokens: int  # rows that the encoder makes of it: those of its span
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ImageRows:
+    """Consecutive rows of a step that read encoder rows of one image."""
+
+    digest: str  # of the image's span
+    row: int  # of the step: the first of these rows
+    first: int  # encoder row of the image that it reads
+    count: int
+    last_position: int  # of the image's last token in its prompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,3 +66,17 @@ class Prompt:
                     f"after the {len(self.token_ids)} tokens of the prompt"
                 )
             at = span.end
+
+
+IMAGE = "image"  # a span's kind
+
+
+def by_digest(spans: Sequence[Span], images: Sequence[Image]) -> dict[str, Image]:
+    """The images of a prompt by the digests of their spans."""
+    digests = (span.digest for span in spans if span.kind == IMAGE)
+    return dict(zip(digests, images, strict=False))
+
+
+def images_of(spans: Sequence[Span], known: Mapping[str, Image]) -> tuple[Image, ...]:
+    """The images of spans, of those known by their digests."""
+    return tuple(known[s.digest] for s in spans if s.kind == IMAGE and s.digest in known)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from hydraspec_kernels.attention.plan import GroupShape as GroupShape
 from hydraspec_kernels.attention.plan import RowSegment as RowSegment
+from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import Verdict as Verdict
@@ -32,8 +33,15 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
+from hydraspec.prompts import IMAGE as IMAGE
+from hydraspec.pictures import Picture as Picture
+from hydraspec.prompts import IMAGE as IMAGE
+from hydraspec.prompts import Image as Image
+from hydraspec.prompts import ImageRows as ImageRows
 from hydraspec.prompts import Prompt as Prompt
 from hydraspec.prompts import Span as Span
+from hydraspec.prompts import by_digest as by_digest
+from hydraspec.prompts import images_of as images_of
 
 # --------------------------------------------------------------------------- requests
 
@@ -53,6 +61,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
+# A message of a chat: "role", and "content", a string or a list of parts, which are
+# {"type": "text", "text": …} or {"type": "image"}.
+Message: TypeAlias = Mapping[str, Any]
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """A workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
@@ -67,9 +80,10 @@ class Request:
     id: str
     sampling: SamplingParams
     prompt: str | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Message] | None = None
     prompt_token_ids: list[int] | None = None
     spans: tuple[Span, ...] = ()  # of prompt_token_ids
+    images: tuple[Image, ...] = ()  # of the spans of kind "image", in order
     category: str | None = None
     answer: str | None = None
     meta: object = None  # any JSON value of the user's; copied to requests.jsonl
@@ -78,6 +92,8 @@ class Request:
     turn: int = 1  # number of the turn in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
+    pictures: tuple[Picture, ...] = ()  # of the image parts of messages; become spans and images
+    error: str | None = None  # why it cannot be served; engines end it with this error
 
     @property
     def tokens(self) -> Prompt:
@@ -253,6 +269,8 @@ class StepPlan:
     flags: SamplingFlags = EVERYTHING
     draft_length: int | None = None  # chosen for this step, at most K; None: K in every step
     continuations: Continuations | None = None  # drafts to verify, where the host proposes any
+    images: tuple[ImageRows, ...] = ()  # rows of images
+    next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
 
     @property
     def decode_rows(self) -> int:
@@ -300,6 +318,7 @@ class Rows:
     block_tables: list[Tensor]  # per KV group [B, P] int64
     query_start_loc: Tensor  # [B+1] int64, first row of each request; the last entry is T
     has_padding: bool = False  # some requests or rows are padding
+    encoded: EncodedRows | None = None  # rows that no token is embedded for; None: there are none
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -336,6 +355,7 @@ class Batch(Rows):
     flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
     draft_length: int | None = None  # drafts to propose after the step; None: K
+    next_encoded: EncodedRows | None = None  # rows whose following token is none of text
 
     @property
     def num_requests(self) -> int:

@@ -32,6 +32,7 @@ OUTSIDE_THE_STEP: dict[str, set[str]] = {
     "hydraspec/models/gemma4/layer.py": {"finish"},
     "hydraspec/models/checkpoint/straight.py": {"fill", "wait", "_read_into"},
     "hydraspec/models/checkpoint/kv_scales.py": {"_read"},
+    "hydraspec/models/pictures/patches.py": {"_resized"},  # of a picture, before a run
     "hydraspec/models/quantised/projection.py": {"check"},  # of a checkpoint, while it is read
 }
 ASKS_THE_DEVICE = {"cpu", "item", "tolist", "numpy", "synchronize", "nonzero", "masked_select"}

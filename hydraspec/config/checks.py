@@ -31,6 +31,7 @@ from hydraspec.config.schema import (
     Weights,
 )
 from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, without_effect
+from hydraspec.pictures import MAX_SOFT_TOKENS
 from hydraspec.shipped import SHAPE_PREFIX
 
 MIXED_ROWS = (256, 2048)  # least and most rows of the largest captured step with prompts
@@ -233,6 +234,13 @@ METHOD_AND_ENGINE = (
 RULES = (
     _within("seed", "seed"),
     at_least("target.max_model_len", 2, "2 or more, or null"),
+    Rule(
+        "target.max_soft_tokens",
+        lambda most, c: most is None or most in MAX_SOFT_TOKENS,
+        f"one of {', '.join(map(str, MAX_SOFT_TOKENS))}, or null",
+        "is no number of tokens that a picture may have",
+        "leave the key out to have what the checkpoint says",
+    ),
     *_shape("target"),
     *_shape("method"),
     *METHOD_AND_ENGINE,

@@ -93,6 +93,7 @@ class TargetConfig:
     weights: Weights = Weights.checkpoint
     dtype: Dtype = Dtype.float32
     max_model_len: int | None = None  # null: the checkpoint's own limit
+    max_soft_tokens: int | None = None  # of a picture; null: as the checkpoint's processor says
     drafters: dict[str, str] = field(default_factory=dict)  # method -> default checkpoint
 
 
@@ -235,7 +236,7 @@ class WorkloadConfig:
     burstiness: float = 1.0  # of arrivals: 1 is Poisson, below 1 in bursts, above 1 more evenly
     goodput: GoodputConfig = field(default_factory=GoodputConfig)
     output_tokens: int = 256  # of each request; random, shared_prefix, multi_turn without a path
-    num_requests: int = 32  # workload=random only
+    num_requests: int = 32  # workload=random and workload=images only
     prompt_tokens: int = 512  # workload=random only
     num_prefixes: int = 10  # workload=shared_prefix only, and the next three
     requests_per_prefix: int = 8

@@ -41,6 +41,7 @@ SOURCES = {  # download hints for the file of a published workload
     "sharegpt": "ShareGPT_V3_unfiltered_cleaned_split.json in the data set "
     "anon8231489123/ShareGPT_Vicuna_unfiltered, or conversations of your own in that format",
 }
+DRAWN = "images"  # the workload whose pictures and questions are drawn from the seed
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # one in 11 days; far past what an engine can take
 WITHOUT_PATH = ("turn_tokens", "output_tokens")  # keys of workload=multi_turn without a path
 
@@ -90,7 +91,8 @@ def _download_hint(path: object, c: RunConfig) -> str:
 
 def _is_named(path: object, c: RunConfig) -> object:
     name = c.workload.name
-    return path or is_random(c.workload) or name in PACKAGES or added_workload(name)
+    is_made = is_random(c.workload) or name == DRAWN
+    return path or is_made or name in PACKAGES or added_workload(name)
 
 
 WORKLOAD_RULES = (

@@ -10,7 +10,15 @@ import numpy as np
 
 from hydraspec.engine.costs import CostTable
 from hydraspec.errors import ConfigurationError
-from hydraspec.types import Completion, PositionScores, PrefixCaching, Request, Span, StepRecord
+from hydraspec.types import (
+    Completion,
+    Image,
+    PositionScores,
+    PrefixCaching,
+    Request,
+    Span,
+    StepRecord,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +38,7 @@ class EngineInfo:
     checks_logits: bool = False  # in every step: NaN or infinite logits end the run
     async_scheduling: bool | None = None  # steps are scheduled ahead of results; None: not known
     prefix_caching: PrefixCaching | None = None  # None: there is none, or it is not known
+    encoded_kinds: tuple[str, ...] = ()  # kinds of spans that the target has an encoder for
     memory_bytes: dict[str, int] = field(default_factory=dict)  # weights, draft_weights, kv_cache
     max_memory_bytes: dict[str, int] = field(default_factory=dict)  # the most of any rank
     devices: list[str] = field(default_factory=list)  # of all ranks, in their order
@@ -140,10 +149,13 @@ class Engine(ABC):
 
     @abstractmethod
     def next_token_logits(
-        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+        self,
+        token_ids: Sequence[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
     ) -> np.ndarray | None:
-        """Target logits [V] (float64) after `token_ids`, of which `spans` are no text, from one
-        fresh prefill; None from an engine that gives none.
+        """Target logits [V] (float64) after `token_ids`, of which `spans` are no text, and `images`
+        those of kind "image", from one fresh prefill; None from an engine that gives none.
         """
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:

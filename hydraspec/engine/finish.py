@@ -37,10 +37,14 @@ class OfferedRequest:
 
     @classmethod
     def of(cls, request: Request, offered_at: float | None = None) -> Self:
-        """A tokenised request, offered at `offered_at` (time.perf_counter()), or now."""
+        """A tokenised request, offered at `offered_at` (time.perf_counter()), or now. It has failed
+        already if it cannot be served."""
         tokens = list(request.tokens.token_ids)
         at = time.perf_counter() if offered_at is None else offered_at
-        return cls(request=request, token_ids=tokens, num_prompt=len(tokens), offered_at=at)
+        offered = cls(request=request, token_ids=tokens, num_prompt=len(tokens), offered_at=at)
+        if request.error is not None:
+            offered.fail(request.error)
+        return offered
 
     @property
     def num_tokens(self) -> int:

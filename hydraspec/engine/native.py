@@ -38,6 +38,7 @@ from hydraspec.speculators.teacher_forcing.texts import continued, finished_text
 from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
     Completion,
+    Image,
     NotFiniteError,
     PositionScores,
     Request,
@@ -111,6 +112,8 @@ class NativeEngine(Engine):
     ) -> Generator[StepRecord | Completion]:
         """Runs the requests that `admission` admits; yields the same events as `run`."""
         num_unfinished, history = 0, History(requests)
+        images = self.parts.runner.images
+        images.learn(requests)
         if self._scheduler.draft_lengths is not None:
             self._scheduler.draft_lengths.start_over()
         if self._scheduler.step_drafts is not None:
@@ -119,7 +122,10 @@ class NativeEngine(Engine):
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
                     offered_at = admission.offered_at(request)
-                    self._scheduler.add(history.offer(Sequence, request, offered_at))
+                    sequence = history.offer(Sequence, request, offered_at)
+                    if sequence.spans and (fault := images.fault(sequence.spans)):
+                        sequence.fail(fault)
+                    self._scheduler.add(sequence)
                 if cancelled := admission.cancelled():
                     self._scheduler.cancel(cancelled)
                 collected = self.step()
@@ -293,13 +299,19 @@ class NativeEngine(Engine):
         parts = load_plain(self.parts)
         return None if parts is None else NativeEngine(parts.config, parts)
 
-    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
+    def next_token_logits(
+        self,
+        token_ids: Seq[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
+    ) -> np.ndarray:
         request = Request(
             index=0,
             id="logits",
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
             prompt_token_ids=list(token_ids),
             spans=spans,
+            images=images,
         )
         runner = self.parts.runner
         with runner.keeping_logits():

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.bounded import OutOfBoundsError, bounded
+from hydraspec.engine.pictures import put_images, read_pictures
+from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.types import Request, WorkloadError
+from hydraspec.types import Message, Request, WorkloadError
 
-ENCODED_KINDS: frozenset[str] = frozenset()  # kinds of spans that engines have an encoder for
 ANSWER = "answer-{}-of-this-conversation"  # stands in a chat for an answer not given yet
 
 
 def tokenize(
-    requests: Sequence[Request], tokenizer: Tokenizer | None, info: EngineInfo, checkpoint: str
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | None,
+    info: EngineInfo,
+    checkpoint: str,
+    form: PictureFormat | None = None,
 ) -> None:
-    """Fills in prompts as `Engine.tokenize` says; `checkpoint` is the target's, for messages.
+    """Fills in prompts as `Engine.tokenize` says; `checkpoint` is the target's, for messages, and
+    `form` the form in which it reads pictures (None: it reads none).
 
     For a later turn of a conversation only the text after the previous answer is encoded: the chat
     template's text between that answer and the next one. Answers stay the token ids that were
@@ -35,8 +41,15 @@ def tokenize(
                 request_id=request.id,
             )
         _refuse_spans(request, info)
+        if request.pictures and form is None:
+            raise WorkloadError(
+                f"request {request.id}: its messages have pictures, and target={info.target} with "
+                f"engine={info.engine} reads none\n  allowed: messages of text alone\n  to do: "
+                "choose a target with an image encoder, or leave the pictures out",
+                request_id=request.id,
+            )
     if tokenizer is not None:
-        _encode(requests, tokenizer)
+        _encode(requests, tokenizer, form)
     for request in requests:
         ids = request.prompt_token_ids or []
         bad = [token for token in ids if not 0 <= token < info.vocab_size]
@@ -54,21 +67,23 @@ def tokenize(
 
 
 def _refuse_spans(request: Request, info: EngineInfo) -> None:
-    """Refuse a span that engines have no encoder for."""
+    """Refuse a span that the engine has no encoder for."""
+    known = info.encoded_kinds
     for i, span in enumerate(request.spans):
-        if span.kind not in ENCODED_KINDS:
+        if span.kind not in known:
             raise WorkloadError(
                 f"request {request.id}: spans[{i}].kind={span.kind!r}: engine={info.engine} has no "
-                f"encoder for it\n  allowed: {', '.join(sorted(ENCODED_KINDS)) or 'text alone'}\n"
+                f"encoder for it\n  allowed: {', '.join(known) or 'text alone'}\n"
                 "  to do: give the prompt without this span, as text or token ids alone",
                 request_id=request.id,
             )
 
 
-def _encode(every: Sequence[Request], tokenizer: Tokenizer) -> None:
-    """Fill prompt_token_ids. Raises WorkloadError for the first request on which the chat template
-    or the tokenizer fails."""
+def _encode(every: Sequence[Request], tokenizer: Tokenizer, form: PictureFormat | None) -> None:
+    """Fill prompt_token_ids, spans and images. Raises WorkloadError for the first request on which
+    the chat template or the tokenizer fails."""
     requests = [request for request in every if request.prompt_token_ids is None]
+    pictures = {} if form is None else read_pictures(requests, form)
     chats = _chats(every)
     texts = [chats.get(request.index, request.prompt or "") for request in requests]
     with closing(bounded(partial(_token_ids, tokenizer), texts)) as encoded:
@@ -85,13 +100,15 @@ def _encode(every: Sequence[Request], tokenizer: Tokenizer) -> None:
             if isinstance(found, str):
                 raise WorkloadError(f"request {request.id}: {found}", request_id=request.id)
             request.prompt_token_ids = found
+            if form is not None and request.error is None:
+                put_images(request, found, pictures.get(request.index, ()), form)
 
 
 @dataclass(slots=True, frozen=True)
 class _Chat:
     """Messages of a conversation up to a turn, and the previous answer (None: the first turn)."""
 
-    messages: list[Mapping[str, str]]
+    messages: list[Message]
     after: str | None
     thinking: bool | None
 

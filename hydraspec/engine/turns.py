@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hydraspec.engine.finish import OfferedRequest
-from hydraspec.types import Completion, Prompt, Request
+from hydraspec.types import Completion, Prompt, Request, by_digest, images_of
 
 Offered = TypeVar("Offered", bound=OfferedRequest)
 
@@ -48,6 +48,11 @@ class History:
         self._awaited = {request.after for request in requests}
         self._answers: dict[int, _Answer] = {}
         self._causes: dict[int, str] = {}  # turn that was not sent -> why
+        self._images = {
+            digest: image
+            for request in requests
+            for digest, image in by_digest(request.spans, request.images).items()
+        }
 
     def add(self, completion: Completion) -> None:
         """Keep the completion of a request that ended now, if a later turn needs it."""
@@ -64,7 +69,12 @@ class History:
             return kind.of(request, offered_at)
         before = self._answers.pop(request.after)
         prompt = followed_prompt(before.completion, request.tokens)
-        whole = replace(request, prompt_token_ids=list(prompt.token_ids), spans=prompt.spans)
+        whole = replace(
+            request,
+            prompt_token_ids=list(prompt.token_ids),
+            spans=prompt.spans,
+            images=images_of(prompt.spans, self._images),
+        )
         sequence = kind.of(whole, before.came_at)
         if before.completion.finish_reason == "error":
             cause = self._causes.pop(request.after, None) or (

@@ -192,6 +192,7 @@ def _counts(meter: Meter) -> Counts:
         "num_requests": len(meter.completed),
         "num_errors": sum(not counters.finished for counters in meter.completed),
         "num_output_tokens": meter.num_output_tokens(),
+        "num_image_tokens": meter.num_image_tokens(),
         "num_steps": meter.steps.num_steps,
         "num_preemptions": meter.steps.num_preemptions,
         "prefix_cache": _prefix_cache(meter),

@@ -11,7 +11,7 @@ import torch
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.metrics.lossless import LOW_PRECISION, rounds_inputs
 from hydraspec.metrics.summary import Divergence, Lossless
-from hydraspec.types import DTYPES, Completion, Request
+from hydraspec.types import DTYPES, Completion, Image, Request, by_digest, images_of
 
 ROUNDING_FACTOR = 8  # times eps(dtype) · max|logit|: effect of another order of summation
 # Times max|logit|, where inputs are rounded to e4m3: an order of summation decides which of two
@@ -89,7 +89,8 @@ def judge(
     ]
     found["num_requests_checked"] = len(checked)
     found["num_requests_diverged"] = len(differing)
-    first, beyond = _first_and_beyond(differing, method, baseline, engine)
+    logits = _Logits(engine, requests)
+    first, beyond = _first_and_beyond(differing, method, baseline, logits)
     found["first_divergence"], found["first_beyond_margin"] = first, beyond
     if not differing:
         found["not_finite_in"] = look_at_logits(requests, method, engine)
@@ -156,23 +157,38 @@ def look_at_logits(
     if request is None:
         return None
     ended = completions[request.index]
-    tokens = [*ended.prompt_token_ids, *ended.output_token_ids[:-1]]
-    logits = engine.next_token_logits(tokens, ended.spans)
+    logits = _Logits(engine, requests).of(ended, len(ended.output_token_ids) - 1)
     return None if logits is None or np.isfinite(logits.max()) else request.id
+
+
+class _Logits:
+    """The target's logits in outputs of some requests, among them earlier turns of each."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self.info, self._engine = engine.info, engine
+        self._images: dict[str, Image] = {}
+        for request in requests:
+            self._images |= by_digest(request.spans, request.images)
+
+    def of(self, ended: Completion, position: int) -> np.ndarray | None:
+        """Logits [V] for the output token at `position`; None from an engine that gives none."""
+        tokens = [*ended.prompt_token_ids, *ended.output_token_ids[:position]]
+        images = images_of(ended.spans, self._images)
+        return self._engine.next_token_logits(tokens, ended.spans, images)
 
 
 def _first_and_beyond(
     differing: Sequence[Request],
     method: Mapping[int, Completion],
     baseline: Mapping[int, Completion],
-    engine: Engine,
+    logits: _Logits,
 ) -> tuple[Divergence | None, Divergence | None]:
     """The first divergence, and the first whose margin is not within rounding; None without one."""
     first = None
     for request in differing:
-        found = _divergence(request, method[request.index], baseline[request.index], engine)
+        found = _divergence(request, method[request.index], baseline[request.index], logits)
         first = first or found
-        if _is_beyond_rounding(found, engine.info.dtype):
+        if _is_beyond_rounding(found, logits.info.dtype):
             return first, found
     return first, None
 
@@ -185,13 +201,13 @@ def _is_beyond_rounding(found: Divergence, dtype: str) -> bool:
 
 
 def _divergence(
-    request: Request, ours: Completion, other: Completion, engine: Engine
+    request: Request, ours: Completion, other: Completion, logits: _Logits
 ) -> Divergence:
     a, b = ours.output_token_ids, other.output_token_ids
     shorter = min(len(a), len(b))
     position = next((i for i in range(shorter) if a[i] != b[i]), shorter)
-    logits = engine.next_token_logits([*ours.prompt_token_ids, *a[:position]], ours.spans)
-    margin, allowed = (None, None) if logits is None else _margins(logits, engine.info)
+    found = logits.of(ours, position)
+    margin, allowed = (None, None) if found is None else _margins(found, logits.info)
     return {
         "request": request.id,
         "index": request.index,

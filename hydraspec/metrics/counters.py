@@ -53,6 +53,7 @@ class RequestCounters:
     # From the completion.
     finish_reason: str | None = None  # null until the request has ended
     num_output_tokens: int = 0
+    num_image_tokens: int = 0  # of the prompt
     ttft_ms: float | None = None
     latency_ms: float = 0.0
     queue_ms: float | None = None

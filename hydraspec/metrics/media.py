@@ -17,7 +17,7 @@ NUM_BINS = 32
 COLUMNS = (
     *("id", "category", "num_output_tokens", "num_drafts", "acceptance_length", "speedup"),
     *("ttft_ms", "latency_ms", "decode_ms_per_token", "inter_token_p99_ms", "num_cached_tokens"),
-    *("finish_reason", "correct", "error"),
+    *("num_image_tokens", "finish_reason", "correct", "error"),
 )
 
 
@@ -108,5 +108,6 @@ def _request(row: Json) -> list[Any]:
         *(_length(row), speedup_of(row), row["ttft_ms"], row["latency_ms"]),
         ratio(row["decode_ms"], row["decode_tokens"]),
         *(row["inter_token_ms"]["p99"], row["num_cached_tokens"]),
+        row.get("num_image_tokens", 0),
         *(row["finish_reason"], row["correct"], row["error"]),
     ]

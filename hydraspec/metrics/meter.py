@@ -18,7 +18,7 @@ from hydraspec.metrics.statistics import Estimate, ratio, ratio_of_sums
 from hydraspec.metrics.step_blocks import StepBlocks
 from hydraspec.metrics.step_costs import CostRatio, fit
 from hydraspec.metrics.survival import DraftSurvival, reliability
-from hydraspec.types import Completion, PrefixCaching, Request, StepRecord
+from hydraspec.types import IMAGE, Completion, PrefixCaching, Request, StepRecord
 
 
 class Meter:
@@ -73,6 +73,8 @@ class Meter:
         counters = self.counters[completion.index]
         counters.finish_reason = completion.finish_reason
         counters.num_output_tokens = len(completion.output_token_ids)
+        images = (span for span in completion.spans if span.kind == IMAGE)
+        counters.num_image_tokens = sum(span.length for span in images)
         counters.ttft_ms, counters.latency_ms = completion.ttft_ms, completion.latency_ms
         if self.prefix_hits is not None:
             self.prefix_hits.ended(completion)
@@ -98,6 +100,10 @@ class Meter:
     def num_output_tokens(self) -> int:
         """Tokens that users received: every output token of every completed request."""
         return sum(c.num_output_tokens for c in self.completed)
+
+    def num_image_tokens(self) -> int:
+        """Prompt tokens of completed requests that stand for pictures."""
+        return sum(c.num_image_tokens for c in self.completed)
 
     def num_drafts(self) -> int:
         """Verifications: (request, step) pairs that verified at least one draft token."""

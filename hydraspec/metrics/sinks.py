@@ -95,6 +95,7 @@ def request_row(
         "ttft_ms": completion.ttft_ms,
         "latency_ms": completion.latency_ms,
         "num_cached_tokens": completion.num_cached_tokens,
+        "num_image_tokens": counters.num_image_tokens,
         "decode_tokens": counters.decode_tokens,
         "decode_ms": counters.decode_ms,
         "decode_steps": counters.decode_steps,

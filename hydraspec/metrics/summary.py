@@ -249,6 +249,7 @@ class Counts(TypedDict):
     num_requests: int
     num_errors: int
     num_output_tokens: int
+    num_image_tokens: NotRequired[int]  # runs of earlier versions lack it
     num_steps: int
     num_preemptions: int
     prefix_cache: PrefixCache | None

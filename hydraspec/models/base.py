@@ -12,7 +12,21 @@ from hydraspec.models.kv_groups import BlockSize
 from hydraspec.models.linear import Table
 from hydraspec.models.stages import Stage
 from hydraspec.parallel.vocabulary import Vocabulary
-from hydraspec.types import IntermediateTensors, KVGroupSpec, NeededRows, Rows
+from hydraspec.types import Image, IntermediateTensors, KVGroupSpec, NeededRows, Rows
+
+
+class ImageEncoder(Protocol):
+    """The part of a target that turns images into embeddings."""
+
+    is_held: bool  # by this pipeline stage; others read no embeddings
+
+    def fault(self, image: Image) -> str | None:
+        """Words for what makes an image unreadable; None: it is sound."""
+        ...
+
+    def encode(self, images: Sequence[Image]) -> list[Tensor]:
+        """Embeddings [tokens, D] of each image, which replace those of its placeholders."""
+        ...
 
 
 class TargetModel(Protocol):
@@ -35,6 +49,8 @@ class TargetModel(Protocol):
     head: Table  # output projection; the same where the two are tied
     kv_scales: Mapping[int, Tensor]  # [2, Hkv] by layer that owns KV, of an e4m3 cache; else {}
     block_size: BlockSize  # cache rows a block, as last given to kv_groups
+    encoder: ImageEncoder | None  # None: images are not read
+    images_see_ahead: bool  # on sliding layers, rows of an image see each other both ways
 
     def kv_groups(self, block_size: BlockSize) -> list[KVGroupSpec]:
         """The KV groups, in the order of Rows.slot_mapping. The call also sets the block size that

@@ -16,6 +16,7 @@ from hydraspec_kernels.quantised import E4M3
 from torch import Tensor
 
 from hydraspec.models.aux_states import AuxCollector
+from hydraspec.models.base import ImageEncoder
 from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.kv_groups import (
     TARGET_GROUPS,
@@ -112,6 +113,8 @@ class Decoder(Weights):
         self.last_owner = self.num_layers - 1  # the last layer that writes KV
         self.kv_scales: dict[int, Tensor] = {}  # [2, Hkv] by layer, of an e4m3 cache
         self._suppressed: Tensor | None = None
+        self.encoder: ImageEncoder | None = None  # a family that reads images sets both
+        self.images_see_ahead = False
 
     def _facts(
         self, config: DecoderConfig, layers: Sequence[Callable[[Place], Any]], place: Place
@@ -206,11 +209,11 @@ class Decoder(Weights):
         aux = self._collector(aux_layer_ids)
         h = inputs = None
         if received is None:
-            h = self.embed(batch.input_ids)
-            inputs = self.layer_inputs(batch.input_ids, h)
+            h = self.embed_rows(batch)
+            inputs = self.layer_inputs(batch, h)
         else:
             h = received.hidden_states
-            inputs = self.layer_inputs(batch.input_ids, None)
+            inputs = self.layer_inputs(batch, None)
             aux.keep(self.aux_ids_before(aux_layer_ids), received.aux_hidden_states)
         aux.see(first, h)
         y = self.layers[first].input_norm.forward(h)
@@ -245,7 +248,7 @@ class Decoder(Weights):
             return AuxCollector(aux_layer_ids, self.num_layers)
         return AuxCollector([i for i in aux_layer_ids if i < self.held.stop], self.num_layers)
 
-    def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
+    def layer_inputs(self, rows: Rows, embedded: Tensor | None) -> Tensor | None:
         """Inputs [T, layers, width] that the layers of this stage read beside the stream; None if
         there are none. embedded [T, D] is None after the first stage.
         """
@@ -298,6 +301,11 @@ class Decoder(Weights):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [..., D] of token_ids [...], a new tensor, scaled as layer 0 reads them."""
         return self.table.embed(token_ids, self.embed_scale)
+
+    def embed_rows(self, rows: Rows) -> Tensor:
+        """The stream [T, D] before layer 0: embeddings, and the encoder's outputs of other rows."""
+        embedded = self.embed(rows.input_ids)
+        return embedded if rows.encoded is None else rows.encoded.merge(embedded)
 
     def embed_beside(self, token_ids: Tensor, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Embeddings of token_ids [B], each concatenated with its row of hidden [B, H], or of

@@ -44,6 +44,8 @@ class DraftSpec:
     verifier: str | None = None  # the target it was trained for, if the checkpoint names one
     quantization: Mapping[str, str] | None = None  # of its matrices by kind; None: all are float
     block_size: int | None = None  # block drafters: rows of a block, the newest token's included
+    # Reads the encoder's outputs where the next token is an image's; else the placeholder's row.
+    supports_mm_inputs: bool = False
     samples_anchor: bool = False  # block drafters: a row predicts the token after its own position
 
     def __str__(self) -> str:

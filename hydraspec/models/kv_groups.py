@@ -90,6 +90,7 @@ def group_passes(
     assert shapes, "call kv_groups before forward"
     equal = rows.segments[0].rows_per_request if len(rows.segments) == 1 else 0
     passes = {}
+    ahead = None if rows.encoded is None else rows.encoded.sees_until
     for g, (kind, shape) in enumerate(shapes.items()):
         plan = plan_attention(
             shape,
@@ -99,6 +100,7 @@ def group_passes(
             rows.positions,
             dtype,
             rows.query_start_loc,
+            ahead if kind == SLIDING else None,
         )
         cos, sin, scale = tables[kind]
         written, padded = rows.slot_mapping[g], rows.has_padding

@@ -41,7 +41,7 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         after: str | None = None,
         thinking: bool | None = None,
@@ -128,7 +128,7 @@ class Tokenizer:
             )
         return {known[0]: thinking}
 
-    def _check_roles(self, messages: Sequence[Mapping[str, str]]) -> None:
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse unknown roles, which templates write into the prompt as they are, or drop."""
         template = json.dumps(self._inner.chat_template)  # a string, or several by name
         for message in messages:
@@ -140,18 +140,31 @@ class Tokenizer:
                 )
 
 
-def _refuse_dropped(messages: Sequence[Mapping[str, str]], text: str) -> None:
-    """Refuse a message of an unusual role that left no trace in the prompt. Templates may rewrite
-    what users and assistants said (a chain of thought is cut), but not leave out a whole role.
+def _refuse_dropped(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuse a message of an unusual role, or of parts, that left no trace in the prompt. Templates
+    may rewrite what users and assistants said (a chain of thought is cut), but not leave out a
+    whole role, or write a list of parts as one.
     """
     for message in messages:
-        role, content = message["role"], message["content"].strip()
-        escaped = json.dumps(content, ensure_ascii=False)[1:-1]
-        if role not in ("user", "assistant") and content not in text and escaped not in text:
+        role, content = message["role"], message["content"]
+        if isinstance(content, str):
+            if role not in ("user", "assistant") and not _occurs(content, text):
+                raise WorkloadError(
+                    f"messages: the chat template leaves the message of role {role!r} out; choose "
+                    "a role that it has a place for"
+                )
+            continue
+        is_list = any(written(content) in text for written in (repr, json.dumps))
+        if is_list or not all(_occurs(part.get("text", ""), text) for part in content):
             raise WorkloadError(
-                f"messages: the chat template leaves the message of role {role!r} out; choose a "
-                "role that it has a place for"
+                "messages: the chat template takes no list of parts as content; give the text as "
+                "one string, or a target whose template has a place for pictures"
             )
+
+
+def _occurs(content: str, text: str) -> bool:
+    content = content.strip()
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
 @contextmanager

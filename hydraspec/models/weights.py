@@ -15,10 +15,11 @@ from hydraspec.models.checkpoint.quantization import Scheme
 from hydraspec.models.checkpoint.quantization_config import KEY, read_schemes
 from hydraspec.models.checkpoint.quantized_tensors import describe, schemes_of
 from hydraspec.models.checkpoint.reader import Checkpoint, listed
-from hydraspec.models.checkpoint.tensors import load_tensors
+from hydraspec.models.checkpoint.tensors import BOUNDS, load_tensors
 from hydraspec.models.moe import one_by_one
 from hydraspec.models.parts import Part, Tensors, Weight, Weights, held
 
+RANDOM_BOUND = 8.0  # of clipped maps: few activations of order one reach it
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FILE_PREFIXES = ("model.", "model.language_model.", "")  # before the names of a model in files
 EMPTY = "empty"  # for a model that only lends names and shapes, on torch's meta device
@@ -206,6 +207,8 @@ def _draw(name: str, tensor: Tensor, seed: int) -> None:
         tensor.copy_(torch.randperm(len(tensor), generator=generator, device=tensor.device))
     elif name.endswith(("q_norm.weight", "k_norm.weight")):
         tensor.fill_(math.sqrt(2.0) * tensor.numel() ** -0.25)
+    elif name.endswith(BOUNDS):
+        tensor.fill_(-RANDOM_BOUND if name.endswith("_min") else RANDOM_BOUND)
     elif tensor.dim() < 2:
         tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
     else:

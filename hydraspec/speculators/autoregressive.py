@@ -214,13 +214,16 @@ def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec])
     """The step's rows as draft rows: each reads the following token, at the same position and cache
     row.
 
-    A prompt row reads the next prompt token, the newest row the token sampled after it. Rows of
-    rejected drafts read arbitrary tokens; their KV is overwritten before any row may see it.
+    A prompt row reads the next prompt token, or the encoder's output where that is an image's and
+    the head asks for it; the newest row reads the token sampled after it. Rows of rejected drafts
+    read arbitrary tokens; their KV is overwritten before any row may see it.
     """
     tokens = shifted_tokens(
         state.token_ids, batch.slots, batch.row_request, batch.positions, padded=batch.has_padding
     )
-    return step_rows(batch, specs, tokens)
+    rows = step_rows(batch, specs, tokens)
+    rows.encoded = batch.next_encoded
+    return rows
 
 
 def single_rows(

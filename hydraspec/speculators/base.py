@@ -62,6 +62,13 @@ class BaseSpeculator(ABC):
         return self.owns_kv_cache  # which is filled by a pass over all rows
 
     @property
+    def reads_next_images(self) -> bool:
+        """Returns whether `propose` reads `Batch.next_encoded`: encoder outputs for rows whose
+        following token is an image's, in place of the placeholder's embedding.
+        """
+        return False
+
+    @property
     def num_lookahead_tokens(self) -> int:
         """Positions after a request's rows that drafting writes KV to."""
         return max(0, self.num_speculative_tokens - 1) if self.owns_kv_cache else 0

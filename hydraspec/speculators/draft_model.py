@@ -120,6 +120,13 @@ class DraftModelSpeculator(BaseSpeculator):
             )
         return checkpoint
 
+    @property
+    def reads_next_images(self) -> bool:
+        """Returns whether the head fills KV of its own from rows that read the following token, and
+        declares that it reads images."""
+        reads_next = self.owns_kv_cache and self.num_following_tokens > 0
+        return reads_next and self.spec is not None and self.spec.supports_mm_inputs
+
     def kv_groups(self, block_size: BlockSize, first_layer: int) -> list[KVGroupSpec]:
         if self.owns_kv_cache:
             self.draft_specs = self.head.kv_groups(block_size, first_layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -127,4 +127,8 @@ class MaskRowSpeculator(ParallelSpeculator):
             + torch.arange(batch.num_requests + 1, device=device) * more,
             has_padding=batch.has_padding,
         )
+        if batch.next_encoded is not None:  # a request's own rows come before its mask rows
+            moved = batch.row_request.index_select(0, batch.next_encoded.rows) * more
+            moved += batch.next_encoded.rows
+            rows.encoded = replace(batch.next_encoded, rows=moved)
         return rows, laid

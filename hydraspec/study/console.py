@@ -202,6 +202,8 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
     yield ["requests", *(str(side["num_requests"]) for side in sides)]
     if summary["num_errors"]:
         yield ["errors", *(str(side["num_errors"]) for side in sides)]
+    if summary.get("num_image_tokens"):
+        yield ["image tokens", *(str(side.get("num_image_tokens", 0)) for side in sides)]
     if summary["num_drafts"]:
         length = summary["acceptance_length"]
         rates = "  ".join(number(rate) for rate in summary["acceptance_rate_per_position"])

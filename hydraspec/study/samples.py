@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
+from hydraspec.study.thumbnails import thumbnail
 from hydraspec.types import Request, RequestStep, StepRecord
 
 MAX_SAMPLES = 6
+MAX_PICTURES = 4  # of a sample
+PICTURE = "[picture]"  # stands for one in a prompt
 PROMPT_CHARACTERS = 360
 PROMPT_TOKENS = 24
 
@@ -22,6 +25,7 @@ class Sample:
     id: str
     tags: Sequence[tuple[str, str]]  # (kind: "good", "bad" or "", text)
     prompt: str
+    pictures: Sequence[tuple[str, str]]  # (name, data URL) of the first few of the prompt
     error: str | None
     text: str
     # Output tokens by verification, each with whether it is a draft; empty without drafts.
@@ -59,6 +63,10 @@ def _sample(request: Request, row: Json, steps: Sequence[RequestStep]) -> Sample
         id=request.id,
         tags=_tags(request, row),
         prompt=_prompt_tail(request),
+        pictures=[
+            (picture.name, thumbnail(image))
+            for picture, image in zip(request.pictures, request.images[:MAX_PICTURES], strict=False)
+        ],
         error=row["error"],
         text=_ids(row["output_token_ids"]) if row["text"] is None else row["text"],
         steps=_output_by_step(row, steps) if any(s.draft_token_ids for s in steps) else (),
@@ -95,7 +103,9 @@ def _output_by_step(row: Json, steps: Sequence[RequestStep]) -> list[list[tuple[
 def _prompt_tail(request: Request) -> str:
     text = request.prompt
     if text is None and request.messages:
-        text = request.messages[-1]["content"]
+        content = request.messages[-1]["content"]
+        is_text = isinstance(content, str)
+        text = content if is_text else " ".join(part.get("text", PICTURE) for part in content)
     if text is None:
         return _ids(request.prompt_token_ids or [])
     return text if len(text) <= PROMPT_CHARACTERS else "… " + text[-PROMPT_CHARACTERS:]

@@ -43,6 +43,13 @@ def of_workload(config: WorkloadConfig) -> tuple[str, bytes]:
     return _read_file("workload.path", config.path, SOURCES.get(config.name))
 
 
+def folder_of(config: WorkloadConfig) -> Path | None:
+    """The folder of a workload's own file; None if it has none, or one of the package's."""
+    if config.path is None or config.path.startswith(ZOO_PREFIX):
+        return None
+    return Path(config.path).expanduser().parent
+
+
 def of_shots(path: str) -> tuple[str, bytes]:
     """The name for messages, and the bytes, of a file of examples."""
     return _read_file("workload.shots_path", path, None)

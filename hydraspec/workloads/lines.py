@@ -7,14 +7,17 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hydraspec.config.ranges import SAMPLING_RANGES
-from hydraspec.types import Request, SamplingParams, WorkloadError
+from hydraspec.types import Message, Picture, Request, SamplingParams, WorkloadError
+from hydraspec.workloads.messages import check_order, parse_messages
+from hydraspec.workloads.pictures import read_picture
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids", "turns")
 KEYS = ("id", *PROMPTS, "system", "category", "answer", "max_tokens", "sampling", "meta")
-SPEAKERS = ("user", "assistant")  # these alternate
 MAX_META_DEPTH = 50  # levels; deeper nesting could not be written to requests.jsonl
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -23,16 +26,23 @@ SAMPLING_KEYS = (
 
 
 def parse_line(
-    raw: bytes, *, place: str, index: int, number: int, defaults: Callable[[int], SamplingParams]
+    raw: bytes,
+    *,
+    place: str,
+    index: int,
+    number: int,
+    defaults: Callable[[int], SamplingParams],
+    folder: Path | None = None,
 ) -> list[Request]:
     """Parse one line: a request, or with `turns` one for each. The first has place `index` among
     the requests of the workload; the line, counted from 0, is number `number`. A line's sampling
-    keys override `defaults` of a request's place; a null key is as good as absent.
+    keys override `defaults` of a request's place; a null key is as good as absent. Paths of
+    pictures begin in `folder`; a picture that cannot be read has its `error` set.
 
     Raises:
         WorkloadError: beginning with `place`, naming the key, the value and what is allowed.
     """
-    line = _Line(place)
+    line = _Line(place, folder)
     values = line.decode(raw)
     line.refuse_unknown(values, KEYS, "")
     given = [key for key in PROMPTS if values.get(key) is not None]
@@ -43,7 +53,7 @@ def parse_line(
     id_ = str(number if own_id is None else own_id)
     turns = line.turns(values)
     answers = line.answers(values.get("answer"), len(turns))
-    messages = line.messages(values.get("messages"))
+    messages, pictures = line.messages(values.get("messages"))
     token_ids = line.token_ids("prompt_token_ids", values.get("prompt_token_ids"))
     return [
         Request(
@@ -56,6 +66,7 @@ def parse_line(
             category=line.checked("category", values.get("category")),
             answer=answer,
             meta=line.meta(values.get("meta")),
+            pictures=pictures,
             after=index + i - 1 if i else None,
             turn=i + 1,
         )
@@ -67,15 +78,15 @@ def parse_line(
 class _Turn:
     """The new part of a turn's prompt: messages or token ids."""
 
-    messages: list[dict[str, str]] | None
+    messages: list[Message] | None
     token_ids: list[int] | None
 
 
 class _Line:
     """Checks of one line; every error message begins with the line's place."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, place: str, folder: Path | None) -> None:
+        self.place, self.folder = place, folder
 
     def fail(self, reason: str) -> NoReturn:
         raise WorkloadError(f"{self.place}: {reason}")
@@ -178,47 +189,14 @@ class _Line:
             self.fail(f"meta: is nested too deeply; allowed are {MAX_META_DEPTH} levels")
         return value
 
-    def messages(self, value: object) -> list[dict[str, str]] | None:
+    def messages(self, value: object) -> tuple[list[Message] | None, tuple[Picture, ...]]:
+        """The messages, and the pictures of their parts."""
         if value is None:
-            return None
-        allowed = 'a non-empty list of {"role": "user", "content": "..."}, both strings'
-        if not isinstance(value, list) or not value:
-            self.refuse("messages", value, allowed)
-        for i, message in enumerate(value):
-            if isinstance(message, dict) and isinstance(message.get("content"), list):
-                self.refuse_parts(i, message["content"])
-            if not isinstance(message, dict) or set(message) != {"role", "content"}:
-                self.refuse("messages", message, allowed)
-            if not all(isinstance(part, str) and part for part in message.values()):
-                self.refuse("messages", message, allowed)
-        self.check_order([message["role"] for message in value])
-        return value
-
-    def refuse_parts(self, index: int, parts: list[object]) -> NoReturn:
-        """Refuse a message of content parts, such as images, naming their types."""
-        found = [part.get("type") if isinstance(part, dict) else part for part in parts]
-        kinds = ", ".join(dict.fromkeys(shown(kind) for kind in found)) or "none"
-        self.fail(
-            f"messages[{index}]: content is a list of parts (types: {kinds}); images, audio and "
-            "video are not read: give the text as one string"
-        )
-
-    def check_order(self, roles: Sequence[str]) -> None:
-        """Refuse roles unless the user speaks first, user and assistant alternate, and the last
-        message is not the assistant's."""
-        for i in range(1, len(roles)):
-            if roles[i] in SPEAKERS and roles[i] == roles[i - 1]:
-                self.fail(
-                    f"messages[{i}]: role {roles[i]!r} comes twice in a row; user and assistant "
-                    "alternate: join the two messages, or add what was said between them"
-                )
-        if next((role for role in roles if role in SPEAKERS), None) == "assistant":
-            self.fail(f"messages[{roles.index('assistant')}]: the user speaks before the assistant")
-        if roles[-1] == "assistant":
-            self.fail(
-                f"messages[{len(roles) - 1}]: the last message is the assistant's, and nothing is "
-                'asked after it; leave it out, or give it as "answer"'
-            )
+            return None, ()
+        read = partial(read_picture, folder=self.folder)
+        messages, pictures = parse_messages(value, self.refuse, read)
+        check_order([message["role"] for message in messages], self.fail)
+        return messages, pictures
 
     def turns(self, values: Mapping[str, Any]) -> list[_Turn]:
         """The new part of each turn; empty where the line is no conversation."""

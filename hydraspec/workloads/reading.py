@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
@@ -20,10 +21,10 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
-from hydraspec.config.workloads import is_random
+from hydraspec.config.workloads import DRAWN, is_random
 from hydraspec.types import Request, SamplingParams, WorkloadError
+from hydraspec.workloads import drawn, published
 from hydraspec.workloads import files as workload_files
-from hydraspec.workloads import published
 from hydraspec.workloads.conversations import conversations_of_lines, num_turns_in_all
 from hydraspec.workloads.lines import parse_line
 
@@ -105,7 +106,7 @@ def read(config: RunConfig) -> Workload | None:
         if workload.num_lines == limit:
             break
         if line.strip():
-            _add(workload, place, line, config)
+            _add(workload, place, line, config, found.folder)
     if not workload.requests:
         raise WorkloadError(f"{found.name}: there is no request in it; write a JSON object a line")
     workload.warnings = found.warnings + _overridden(config.sampling, workload.requests)
@@ -119,18 +120,23 @@ def read(config: RunConfig) -> Workload | None:
 
 @dataclass(slots=True, frozen=True)
 class _Lines:
-    """A workload's name for messages, its lines with their places, and warnings."""
+    """A workload's name for messages, its lines with their places, warnings, and the folder of its
+    file."""
 
     name: str
     lines: Iterator[tuple[str, bytes]]
     warnings: list[str] = field(default_factory=list)
+    folder: Path | None = None
 
 
 def _lines(config: RunConfig) -> _Lines:
     size = config.workload
-    added = added_workload(size.name)
+    added, folder = added_workload(size.name), None
     if added is not None:
         name, lines = f"workload={added.name}", _lines_of(added, config)
+    elif size.name == DRAWN:
+        name, made = f"workload={DRAWN}", drawn.lines(size, config.seed)
+        lines = (json.dumps(line).encode() for line in made)
     else:
         name, content = workload_files.of_workload(size)
         if size.name in published.FORMATS:
@@ -138,8 +144,9 @@ def _lines(config: RunConfig) -> _Lines:
             made = published.FORMATS[size.name](size, found, workload_files.of_shots)
             encoded = ((place, json.dumps(line).encode()) for place, line in made)
             return _Lines(name, encoded, published.left_out(size, found))
-        lines = iter(content.split(b"\n"))
-    return _Lines(name, ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1)))
+        lines, folder = iter(content.split(b"\n")), workload_files.folder_of(size)
+    places = ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1))
+    return _Lines(name, places, folder=folder)
 
 
 def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:
@@ -173,9 +180,10 @@ def depends_on_seed(config: RunConfig) -> bool:
     Raises:
         WorkloadError: as `read`.
     """
-    drawn = Weights.random in (config.target.weights, config.method.weights)
-    drawn |= added_workload(config.workload.name) is not None  # its function is given the seed
-    if drawn or config.method.verification is Verification.synthetic:
+    has_seed = Weights.random in (config.target.weights, config.method.weights)
+    name = config.workload.name
+    has_seed |= name == DRAWN or added_workload(name) is not None  # its function is given the seed
+    if has_seed or config.method.verification is Verification.synthetic:
         return True
     workload = read(config)
     return workload is None or any(
@@ -198,13 +206,16 @@ def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str
     ]
 
 
-def _add(workload: Workload, place: str, raw: bytes, config: RunConfig) -> None:
+def _add(
+    workload: Workload, place: str, raw: bytes, config: RunConfig, folder: Path | None
+) -> None:
     found = parse_line(
         raw,
         place=place,
         index=len(workload.requests),
         number=workload.num_lines,
         defaults=lambda i: default_sampling(config.sampling, seed=request_seed(config.seed, i)),
+        folder=folder,
     )
     for request in found:
         if request.id in workload.places:

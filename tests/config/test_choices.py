@@ -43,6 +43,7 @@ OF_WORKLOADS = {  # keys that not every workload has
         *("prefix_tokens", "suffix_tokens", "output_tokens"),
     ),
     "multi_turn": ("num_conversations", "num_turns", "turn_tokens", "output_tokens"),
+    "images": ("num_requests", "thinking"),
     "jsonl": ("thinking",),
     "gsm8k": ("thinking", "chat", "num_shots", "shots_path"),
     "humaneval": ("thinking", "chat"),
@@ -144,7 +145,10 @@ def test_yaml_is_a_short_document(path):
 
 def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
     """A key that only the dataclass knows could not be set without `+`."""
-    others = {"method.needs_checkpoint"}  # drafters without weights: docs/adding_a_speculator.md
+    others = {
+        "method.needs_checkpoint",  # drafters without weights: docs/adding_a_speculator.md
+        "target.max_soft_tokens",  # targets that read pictures
+    }
     sizes = {f"workload.{key}" for keys in OF_WORKLOADS.values() for key in keys}
     of_choices = {
         "workload=tiny": sizes,

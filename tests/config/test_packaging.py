@@ -20,6 +20,7 @@ TARGETS += ["wheel", "bench", "bench-gpu", "bench-kernels", "test-gpu", "test-mu
 TARGETS += ["verify-gpu", "table", "sweep", "clean"]
 
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "hydra": "hydra-core",
     "yaml": "pyyaml",
     "wandb_workspaces": "wandb-workspaces",

@@ -131,6 +131,11 @@ REFUSED = {
     "engine.max_num_batched_tokens=63": ["64 or more", "lower engine.max_num_seqs"],
     "engine.num_threads=0": ["engine.num_threads=0", f"1 to {MAX_NUM_THREADS}, or null"],
     "engine.num_threads=100000": ["=100000", f"1 to {MAX_NUM_THREADS}, or null"],
+    "target=custom target.checkpoint=a target.max_soft_tokens=100": [
+        "target.max_soft_tokens=100",
+        "one of 70, 140, 280, 560, 1120, or null",
+    ],
+    "target.max_soft_tokens=70": ["no key of target=tiny_gemma4"],
     "target.max_model_len=1": ["target.max_model_len=1", "2 or more, or null"],
     "workload.limit=0": ["workload.limit=0", "null for all"],
     "workload.concurrency=0": ["workload.concurrency=0"],

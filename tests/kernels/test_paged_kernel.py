@@ -3,17 +3,16 @@
 In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the sizes of real models.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_layers import CASES as ATTENTION_CASES
-from attention_layers import DECODES, Queries, Requests, assert_half_close, poisoned_memory, queries
+from attention_layers import DECODES
 from attention_layers import MODELS as ATTENTION_MODELS
 from grids import in_turn
 from hydraspec_kernels.attention import (
     GroupShape,
-    TiledPlan,
     paged_attention,
     plan_attention,
     tiling,
@@ -26,55 +25,15 @@ from hydraspec_kernels.attention.plan import RowMask, device_plan
 from hydraspec_kernels.attention.reference import (
     latent_attention_reference,
     paged_attention_reference,
-    planned_attention_reference,
     prefill_attention_reference,
     seen_keys,
 )
-from torch import Tensor
+from paged_queries import FLOAT64, REGIMES, Case, build, check, on_cpu, run
 
 from hydraspec.types import RowSegment
 
 # Scratch memory of rows after the last request is never written, and its sums are unused.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
-
-# Outputs are means of values of size 1. Float32 sums of a few hundred terms in another order.
-FLOAT32 = 2e-5
-FLOAT64 = 1e-12  # two sums in another order
-
-
-@dataclass(frozen=True)
-class Case(Requests):
-    """With latent_dim the cache holds one key a row."""
-
-    latent_dim: int | None = None
-
-
-@dataclass
-class Inputs(Queries):
-    expected: Tensor  # [T, Hq * Hv] float64
-
-
-def build(case: Case, seed: int = 7, given_starts: bool = True) -> Inputs:
-    """Queries over a poisoned cache."""
-    made = queries(case, case.latent_dim, seed=seed)
-    expected = planned_attention_reference(made.query.double(), made.cache.double(), made.plan)
-    if not given_starts:
-        made.plan = replace(made.plan, query_start_loc=None)
-    return Inputs(made.query, made.cache, made.plan, expected)
-
-
-def run(inputs: Inputs) -> Tensor:
-    with poisoned_memory():
-        return kernel.paged_attention_kernel(inputs.query, inputs.cache, inputs.plan)
-
-
-def check(inputs: Inputs) -> None:
-    out = run(inputs)
-    if out.dtype is torch.float32:
-        assert (out.double() - inputs.expected).abs().max() < FLOAT32
-    else:
-        assert_half_close(out, inputs.expected)
-
 
 CASES = {
     **{name: Case(**vars(requests)) for name, requests in ATTENTION_CASES.items()},
@@ -93,17 +52,7 @@ CASES = {
 }
 
 
-REGIMES = ("split", "looked up")
 BOTH = ("verify rows", "rows differ", "window shorter than the rows", "rows after the last request")
-
-
-@pytest.fixture(params=REGIMES)
-def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to find a request; few splits, because the interpreter is slow."""
-    if request.param == "looked up":
-        monkeypatch.setattr(tiling, "MOST_SPLIT_ROWS", 0)
-    monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
-    return request.param
 
 
 @pytest.mark.parametrize(("name", "regime"), in_turn(CASES, REGIMES, BOTH), indirect=["regime"])
@@ -182,23 +131,6 @@ def test_the_padded_reference_is_the_one_of_each_request(name: str) -> None:
     reference = latent_attention_reference if latent else prefill_attention_reference
     expected = reference(inputs.query.double(), inputs.cache.double(), inputs.plan)
     assert (inputs.expected - expected).abs().max() < FLOAT64
-
-
-def on_cpu(case: Case, dtype: torch.dtype, slack: int = 0) -> tuple[TiledPlan, Inputs]:
-    """The CPU's plan of some requests; slack: of max_seq_len above the longest sequence."""
-    inputs, segments, row = build(replace(case, dtype=dtype)), [], 0
-    for request, (rows, length) in enumerate(zip(case.rows, case.lens, strict=True)):
-        segments.append(RowSegment(row, request, 1, rows, length + slack))
-        row += rows
-    if len(set(case.rows)) == 1:  # one segment of several requests
-        segments = [RowSegment(0, 0, len(case.rows), case.rows[0], max(case.lens) + slack)]
-    positions = torch.cat(
-        [torch.arange(n - r, n) for r, n in zip(case.rows, case.lens, strict=True)]
-    )
-    plan, device = inputs.plan, (inputs.plan.block_table, inputs.plan.seq_lens, positions)
-    made = plan_attention(plan.shape, segments, *device, dtype)
-    assert isinstance(made, TiledPlan)
-    return made, inputs
 
 
 @pytest.mark.parametrize("slack", [0, 40], ids=["", "upper bound beyond the block table"])

@@ -76,7 +76,7 @@ def test_a_run_of_broken_logits_fails(
     without a baseline, and also where outputs differ. Margins that are not finite become null."""
 
     class Broken(FakeEngine):
-        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
             return super().next_token_logits(token_ids) * float("nan")
 
     config.baseline = baseline
@@ -105,7 +105,7 @@ def test_an_engine_that_checks_its_logits_is_not_checked_again(
     error = NotFiniteError("task-3", 5, "float16")
 
     class Looking(FakeEngine):
-        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
             raise AssertionError("a prefill for nothing")
 
     engine = use_engine(Looking(checks_logits=True))

@@ -28,7 +28,8 @@ Run = Callable[[], dict[str, Any]]
 # Keys of the contract, to the letter.
 SUMMARY_KEYS = """
 schema_version status engine target target_checkpoint method drafter num_speculative_tokens
-num_requests num_errors num_output_tokens num_drafts num_draft_tokens num_accepted_tokens
+num_requests num_errors num_output_tokens num_image_tokens
+num_drafts num_draft_tokens num_accepted_tokens
 acceptance_length acceptance_rate acceptance_rate_per_position
 conditional_acceptance_rate_per_position acceptance_length_by_category output_tokens_per_second
 time_per_output_token_ms time_to_first_token_ms time_breakdown_ms accuracy baseline speedup lossless
@@ -40,7 +41,7 @@ output_tokens_per_second time_per_output_token_ms time_to_first_token_ms time_br
 REQUEST_KEYS = """
 id category prompt_token_ids output_token_ids text finish_reason error num_drafts
 drafted_per_position accepted_per_position reached_per_position speculative_decoding ttft_ms
-latency_ms num_cached_tokens
+latency_ms num_cached_tokens num_image_tokens
 decode_tokens decode_ms decode_steps queue_ms inter_token_ms correct baseline meta
 """
 TRACE_KEYS = """

@@ -101,7 +101,7 @@ def test_margin_is_taken_after_the_common_prefix() -> None:
     asked: list[list[int]] = []
 
     class Listening(FakeEngine):
-        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
             asked.append(list(token_ids))
             return super().next_token_logits(token_ids)
 
@@ -113,7 +113,7 @@ def test_one_request_beyond_rounding_is_enough() -> None:
     """Catches a verdict from the first divergence alone: that one ties, the next does not."""
 
     class Mixed(FakeEngine):
-        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
             self.behaviour = replace(self.behaviour, margin=0.0 if token_ids[-1] == 1 else 1.0)
             return super().next_token_logits(token_ids)
 
@@ -153,7 +153,7 @@ def test_not_checked() -> None:
 class WithoutLogits(FakeEngine):
     """An engine that hands out tokens only, as vLLM does."""
 
-    def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+    def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
         return None
 
 
@@ -234,7 +234,7 @@ def test_a_tie_where_equality_is_expected_is_pointed_out(exact: bool) -> None:
 class Broken(FakeEngine):
     """A target whose logits overflowed; argmax of them is token 0, with drafts and without."""
 
-    def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+    def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
         return super().next_token_logits(token_ids) * np.nan
 
 
@@ -243,7 +243,7 @@ def test_equal_outputs_of_logits_that_are_not_finite_are_no_proof(value: float) 
     asked: list[list[int]] = []
 
     class Overflowing(FakeEngine):
-        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
             asked.append(list(token_ids))
             return super().next_token_logits(token_ids) + value
 
@@ -272,7 +272,7 @@ def test_suppressed_tokens_do_not_widen_the_margin() -> None:
     """Catches minus infinity as the largest logit: rounding would then allow anything."""
 
     class Suppressing(FakeEngine):
-        def next_token_logits(self, token_ids, spans=()):  # type: ignore[no-untyped-def]
+        def next_token_logits(self, token_ids, spans=(), images=()):  # type: ignore[no-untyped-def]
             logits = super().next_token_logits(token_ids)
             logits[np.argmin(logits)] = -np.inf
             return logits

@@ -98,7 +98,7 @@ class PlainEagle:
         """
         eps, w = self.layer["rms_norm_eps"], self.weights
         positions = torch.arange(first, first + len(tokens))
-        e = w["embed_tokens.weight"][tokens]
+        e = self.embed(tokens)
         x = hidden
         if self.method == "eagle":
             x = self.linear("fc", torch.cat((e, hidden), -1))
@@ -122,6 +122,10 @@ class PlainEagle:
         states = norm(x, w["norm.weight"], eps)
         posts = self.flag("norm_output") or self.method == "eagle"
         return states, states if posts else x
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [n, D] of the tokens after the first one of a text."""
+        return self.weights["embed_tokens.weight"][tokens]
 
     def activate(self, x: Tensor) -> Tensor:
         if self.layer.get("hidden_act", "silu") == "silu":

@@ -31,7 +31,7 @@ from tiny_targets import gemma4_config, load, write_folder
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
-from hydraspec.types import Rows, RowSegment
+from hydraspec.types import EncodedRows, Rows, RowSegment
 
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47]  # of prompts
 RIDGE = 0.02
@@ -88,7 +88,10 @@ class EagleWorld(DraftedWorld):
 
 
 def fresh_states(
-    target: TargetModel, text: tuple[int, ...], ids: tuple[int, ...]
+    target: TargetModel,
+    text: tuple[int, ...],
+    ids: tuple[int, ...],
+    encoded: EncodedRows | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """One uncached pass over a text: states after `ids` layers, and final ones, [n, D] each."""
     block_size, n = target.block_size, len(text)
@@ -109,6 +112,7 @@ def fresh_states(
         slot_mapping=[slots] * len(groups),
         block_tables=[table] * len(groups),
         query_start_loc=torch.tensor([0, n]),
+        encoded=encoded,
     )
     with torch.inference_mode():
         final, aux = target.forward(rows, caches, ids)

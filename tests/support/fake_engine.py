@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hydraspec.engine.base import Built, Engine, EngineInfo
-from hydraspec.types import Completion, Request, RequestStep, Span, StepRecord, WorkloadError
+from hydraspec.types import Completion, Image, Request, RequestStep, Span, StepRecord, WorkloadError
 
 VOCAB_SIZE = 64
 MAX_MODEL_LEN = 64
@@ -121,7 +121,10 @@ class FakeEngine(Engine):
         return base
 
     def next_token_logits(
-        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+        self,
+        token_ids: Sequence[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
     ) -> np.ndarray:
         best = target_token(token_ids)
         logits = np.zeros(VOCAB_SIZE)

@@ -214,6 +214,7 @@ class Pass:
     block_tables: list[Tensor]  # per KV group [B, P]
     query_start_loc: Tensor  # [B+1]
     has_padding: bool = False
+    encoded: Any = None
 
 
 def final_hidden(target: Any, batch: Pass, caches: list[Tensor | None]) -> Tensor:

@@ -92,7 +92,7 @@ def to_wrapper(folder: Path, config: dict[str, Any]) -> None:
             text_config=Gemma4UnifiedTextConfig(**config),
             vision_config={
                 **{"patch_size": 2, "mm_embed_dim": 8, "mm_posemb_size": 6},
-                "output_proj_dims": config["hidden_size"],
+                "output_proj_dims": 8,
             },
             audio_config={"audio_embed_dim": 4},
             tie_word_embeddings=config.get("tie_word_embeddings", True),
@@ -113,7 +113,7 @@ def to_wrapper(folder: Path, config: dict[str, Any]) -> None:
     file.write_text(json.dumps(raw | {"text_config": nested}))
 
 
-def image_tensors(folder: Path) -> set[str]:
+def other_tensors(folder: Path) -> set[str]:
     """Names of a folder's tensors of images and sounds."""
     names = load_file(folder / "model.safetensors")
     return {name for name in names if not name.startswith(("model.language_model.", "lm_head."))}

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from hydraspec.adapters.transformers.images import image_inputs
 from hydraspec.adapters.transformers.loading import TransformersParts, load_parts
 from hydraspec.adapters.transformers.watch import AssistedWatch, StepWatch, StreamSampler
 from hydraspec.config.schema import MethodConfig, RunConfig
@@ -25,7 +26,7 @@ from hydraspec.engine.machine import log_once, model_length
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
-from hydraspec.types import Completion, Request, Span, StepRecord
+from hydraspec.types import Completion, Image, Request, Span, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class TransformersEngine(Engine):
         self._finish = FinishCheck(self.parts.eos_token_ids, self.info.max_model_len, decode)
 
     def tokenize(self, requests: Seq[Request]) -> None:
-        tokenize(requests, self.parts.tokenizer, self.info, self.parts.config.target.checkpoint)
+        parts = self.parts
+        checkpoint = parts.config.target.checkpoint
+        tokenize(requests, parts.tokenizer, self.info, checkpoint, parts.pictures)
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
@@ -124,8 +127,10 @@ class TransformersEngine(Engine):
             watch = StepWatch(batch, self._finish, first_step)
             max_length = ids.shape[1] + max(self._num_left(sequence) for sequence in batch)
         sampled = any(sequence.request.sampling.temperature > 0 for sequence in batch)
+        requests = [sequence.request for sequence in batch]
         self.parts.model.generate(
             ids,
+            **self._image_inputs(requests, num_padding, ids.shape[1]),
             attention_mask=mask,
             assistant_model=assistant,
             max_length=max_length,
@@ -138,6 +143,18 @@ class TransformersEngine(Engine):
         assert all(sequence.finish_reason for sequence in batch), "generate() stopped early"
         return watch.records
 
+    def _image_inputs(
+        self, requests: Seq[Request], num_padding: Seq[int], num_tokens: int
+    ) -> dict[str, torch.Tensor]:
+        """Arguments for the images of left-padded prompts; none for a model without an encoder."""
+        if self.parts.pictures is None:
+            return {}
+        prompts = [
+            (first, request.spans, request.images)
+            for first, request in zip(num_padding, requests, strict=True)
+        ]
+        return image_inputs(prompts, num_tokens, self.parts.pictures, self.parts.device)
+
     def _num_left(self, sequence: OfferedRequest) -> int:
         room = self.info.max_model_len - sequence.num_tokens
         return min(sequence.request.sampling.max_tokens, room)
@@ -149,9 +166,19 @@ class TransformersEngine(Engine):
         return TransformersEngine(config, parts, one_at_a_time=self._one_at_a_time)
 
     @torch.inference_mode()
-    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> np.ndarray:
-        ids = torch.tensor([list(token_ids)], device=self.parts.device)
-        logits: torch.Tensor = self.parts.model(ids, use_cache=False).logits[0, -1].double().cpu()
+    def next_token_logits(
+        self,
+        token_ids: Seq[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
+    ) -> np.ndarray:
+        parts, inputs = self.parts, dict[str, torch.Tensor]()
+        if parts.pictures is not None:
+            prompt = (0, spans, images)
+            inputs = image_inputs([prompt], len(token_ids), parts.pictures, parts.device)
+        ids = torch.tensor([list(token_ids)], device=parts.device)
+        outputs = parts.model(ids, **inputs, use_cache=False)
+        logits: torch.Tensor = outputs.logits[0, -1].double().cpu()
         logits[list(self.parts.suppress_token_ids)] = -torch.inf
         return logits.numpy()
 

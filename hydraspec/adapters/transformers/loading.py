@@ -20,6 +20,7 @@ from hydraspec.models.checkpoint.quantized_tensors import check_elsewhere, read_
 from hydraspec.models.checkpoint.reader import Checkpoint, listed, open_checkpoint
 from hydraspec.models.gemma4.assistant_config import TARGETS as TARGETS_WITH_ASSISTANTS
 from hydraspec.models.gemma4.assistant_config import read_assistant
+from hydraspec.models.pictures.format import PictureFormat, read_picture_format
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import DTYPES, CheckpointError
 
@@ -38,6 +39,7 @@ class TransformersParts:
     eos_token_ids: tuple[int, ...]
     suppress_token_ids: tuple[int, ...]
     quantization: Mapping[str, str] | None = None  # of the target's matrices, by kind
+    pictures: PictureFormat | None = None  # None: the target reads none
 
 
 def load_parts(config: RunConfig) -> TransformersParts:
@@ -76,6 +78,7 @@ def load_parts(config: RunConfig) -> TransformersParts:
         eos_token_ids=opened.token_ids("eos_token_id", text.vocab_size),
         suppress_token_ids=suppressed,
         quantization=read_elsewhere(opened),
+        pictures=read_picture_format(opened, config.target.max_soft_tokens),
     )
 
 

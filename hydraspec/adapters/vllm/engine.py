@@ -28,6 +28,7 @@ from hydraspec.types import (
     PHASES,
     Completion,
     ConfigurationError,
+    Image,
     PrefixCaching,
     Request,
     RequestStep,
@@ -179,7 +180,12 @@ class VllmEngine(Engine):
     def baseline(self) -> Engine:
         raise ConfigurationError(ONE_ENGINE)
 
-    def next_token_logits(self, token_ids: Seq[int], spans: tuple[Span, ...] = ()) -> None:
+    def next_token_logits(
+        self,
+        token_ids: Seq[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
+    ) -> None:
         """Returns None: vLLM hands out tokens, no logits over the whole vocabulary."""
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run.draft_check import check_drafts_on_cpu
 from hydraspec.engine.run.host_drafts import write_drafts
+from hydraspec.engine.run.images import EncodedImages
 from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.run.results import (
     DeviceStep,
@@ -90,6 +92,7 @@ class DeviceRunner(Runner):
             ),
             target.device,
         )
+        self.images = EncodedImages(target)
         self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
         if backend is not None and modes.enabled:
             self.graphs = StepGraphs(backend, modes, limits, control)
@@ -244,8 +247,8 @@ class DeviceRunner(Runner):
     # ------------------------------------------------------------------ launch
 
     def place(self, plan: StepPlan) -> PlanTensors:
-        """Upload a plan that runs eagerly. Requests are padded to a size for which the drafter's
-        decode pass is captured; rows are not padded."""
+        """Upload a plan that runs eagerly, and encode the images that it reads. Requests are padded
+        to a size for which the drafter's decode pass is captured; rows are not padded."""
         count, rows = len(plan.slots), int(plan.num_rows.sum())
         b = self.speculator.padded_requests(count)
         longest = max(segment.max_seq_len for segment in plan.segments)
@@ -259,7 +262,7 @@ class DeviceRunner(Runner):
                 segments = (*segments, RowSegment(rows, count, b - count, 0, longest))
         shape = Descriptor(num_requests=b, num_rows=rows, rows_per_request=split)
         self.upload.write(shape, plan, each, needed)
-        return self.upload.view(
+        placed = self.upload.view(
             shape,
             segments,
             plan.all_greedy,
@@ -269,6 +272,17 @@ class DeviceRunner(Runner):
             needed=needed,
             # A captured decode pass always makes K drafts.
             draft_length=plan.draft_length if self.modes.draft == NONE else None,
+        )
+        return self._with_images(placed, plan, rows)
+
+    def _with_images(self, placed: PlanTensors, plan: StepPlan, num_rows: int) -> PlanTensors:
+        following = plan.next_images if self.speculator.reads_next_images else ()
+        if not plan.images and not following:
+            return placed
+        return replace(
+            placed,
+            encoded=self.images.rows(plan.images, num_rows),
+            next_encoded=self.images.rows(following, None),
         )
 
     @torch.inference_mode()

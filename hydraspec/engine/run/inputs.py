@@ -16,6 +16,7 @@ from torch import Tensor
 from hydraspec.models.needed_rows import needed_rows
 from hydraspec.types import (
     Batch,
+    EncodedRows,
     KVGroupSpec,
     NeededRows,
     RequestState,
@@ -42,6 +43,8 @@ class PlanTensors(RowLayout):
     has_padding: bool = False
     needed: NeededRows | None = None  # None: all rows, and in graphs
     draft_length: int | None = None  # see StepPlan
+    encoded: EncodedRows | None = None  # see Batch; in no graph
+    next_encoded: EncodedRows | None = None
 
 
 def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -89,4 +92,6 @@ def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]
         flags=plan.flags,
         needed=plan.needed,
         draft_length=plan.draft_length,
+        encoded=plan.encoded,
+        next_encoded=plan.next_encoded,
     )

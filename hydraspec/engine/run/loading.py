@@ -52,7 +52,7 @@ from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.elsewhere import loaded_drafter
 from hydraspec.speculators.none import NoSpeculator
 from hydraspec.speculators.registry import build_speculator
-from hydraspec.types import DTYPES
+from hydraspec.types import DTYPES, IMAGE
 
 log = logging.getLogger(__name__)
 
@@ -374,6 +374,7 @@ def _info(
         checks_logits=True,
         async_scheduling=_runs_ahead(config, target),
         prefix_caching=kv.prefix_caching,
+        encoded_kinds=(IMAGE,) if getattr(target, "encoder", None) is not None else (),
         memory_bytes=memory_bytes,
         devices=[torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
         draft_spec=None if spec is None else asdict(spec),

@@ -200,8 +200,11 @@ class StepGraphs:
     def serving(self, runner: DeviceRunner, plan: StepPlan) -> CapturedStep | None:
         """The graph that serves a plan; None: the plan runs eagerly. Where only a greedy graph of
         its shape exists, one for its flags is captured, or None returned if memory does not allow
-        that. Plans whose padding would take longer than launching them have no graph.
+        that. Plans whose padding would take longer than launching them have no graph, and none have
+        those that read images.
         """
+        if plan.images or plan.next_images:
+            return None
         wanted = Descriptor(
             num_requests=len(plan.slots),
             num_rows=int(plan.num_rows.sum()),

@@ -14,7 +14,7 @@ import numpy as np
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.sampling.flags import GREEDY, flags_of
-from hydraspec.types import Continuations, RowSegment, StepPlan
+from hydraspec.types import IMAGE, Continuations, ImageRows, RowSegment, StepPlan
 
 DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
 
@@ -62,6 +62,8 @@ class PlanBuilder:
             flags=flags,
             draft_length=draft_length,
             continuations=_continuations(scheduled, self._num_speculative_tokens),
+            images=_image_rows(scheduled, 0),
+            next_images=_image_rows(scheduled, 1),
         )
 
     def _steady_arrays(
@@ -88,6 +90,27 @@ def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | No
         row[2 : 2 + len(found)] = found
     is_ahead = any(sequence.in_flight is not None for sequence in verifying)
     return Continuations(numbers=numbers, is_ahead=is_ahead)
+
+
+def _image_rows(scheduled: Sequence[Scheduled], ahead: int) -> tuple[ImageRows, ...]:
+    """The rows of prompts whose token, or the one `ahead` of it, is an image's."""
+    found, row = [], 0
+    for item in scheduled:
+        start = item.num_computed + ahead
+        for span in item.sequence.spans if item.is_prefill else ():
+            first, stop = max(start, span.start), min(start + item.num_rows, span.end)
+            if span.kind == IMAGE and first < stop:
+                found.append(
+                    ImageRows(
+                        digest=span.digest,
+                        row=row + first - start,
+                        first=first - span.start,
+                        count=stop - first,
+                        last_position=span.end - 1,
+                    )
+                )
+        row += item.num_rows
+    return tuple(found)
 
 
 def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:
@@ -139,12 +162,23 @@ def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
                     first_request=segment.first_request - count,
                 )
             )
-    return _part(plan, slice(count), first), _part(plan, slice(count, None), rest)
+    total = int(plan.num_rows.sum())
+    before, after = range(num_rows), range(num_rows, total)
+    return (
+        _part(plan, slice(count), first, before),
+        _part(plan, slice(count, None), rest, after),
+    )
 
 
-def _part(plan: StepPlan, part: slice, segments: list[RowSegment]) -> StepPlan:
+def _part(plan: StepPlan, part: slice, segments: list[RowSegment], rows: range) -> StepPlan:
+    images, next_images = (
+        tuple(replace(each, row=each.row - rows.start) for each in found if each.row in rows)
+        for found in (plan.images, plan.next_images)
+    )
     return replace(
         plan,
+        images=images,
+        next_images=next_images,
         slots=plan.slots[part],
         num_rows=plan.num_rows[part],
         num_drafts=plan.num_drafts[part],

@@ -23,6 +23,8 @@ from hydraspec.models.parts import Part, Weight, held
 FLOATS = ("F64", "F32", "BF16", "F16")
 # Scales for a cache in FP8, which is kept in the model's type here.
 KV_SCALE = re.compile(r"\.(?:[qkv]_scale|kv_scale|[kv]_proj\.(?:output|k|v)_scale)\Z")
+# Bounds of a map that clamps (Gemma 4's image encoder); an infinite one leaves out the clamp.
+BOUNDS = (".input_min", ".input_max", ".output_min", ".output_max")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
@@ -87,7 +89,10 @@ def _check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     floats = {k: t for k, t in tensors.items() if t.is_floating_point() and t.numel()}
     floats = {k: t for k, t in floats.items() if t.dtype.itemsize > 1}  # e4m3: no such operators
-    flags = [torch.stack(t.aminmax()).isfinite().all() for t in floats.values()]
+    flags = [
+        ~t.isnan().any() if k.endswith(BOUNDS) else torch.stack(t.aminmax()).isfinite().all()
+        for k, t in floats.items()
+    ]
     if not flags or torch.stack([flag.to(flags[0].device) for flag in flags]).all():
         return
     broken = [name for name, flag in zip(floats, flags, strict=True) if not flag]

@@ -59,6 +59,7 @@ class EagleConfig:
     logit_scale: float = 1.0
     softcap: float | None = None  # of the logits
     verifier: str | None = None  # the target it was trained for
+    supports_mm_inputs: bool = False  # see DraftSpec
     notes: tuple[str, ...] = ()
 
 
@@ -77,7 +78,19 @@ def read_eagle(opened: Checkpoint, method: str) -> EagleConfig:
             norm_output=True,
         )
     read = _read_eagle1 if method == "eagle" else _read_eagle3
-    return replace(read(opened, method, found), verifier=found.verifier)
+    return replace(
+        read(opened, method, found),
+        verifier=found.verifier,
+        supports_mm_inputs=_supports_mm_inputs(opened),
+    )
+
+
+def _supports_mm_inputs(opened: Checkpoint) -> bool:
+    """The key of that name, which heads that were trained on images carry; absent: false."""
+    where, name = str(opened.folder), PARTS[0]
+    part = part_of(opened.config, name, where)
+    paths = {f"{name}.{key}": value for key, value in part.items()}
+    return bool(_flag(ConfigReader(opened.config | paths, where), "supports_mm_inputs"))
 
 
 # ------------------------------------------------------------------ EAGLE-3 and P-EAGLE

@@ -236,6 +236,8 @@ class EagleHead(DraftTables):
     ) -> tuple[Tensor, Tensor]:
         """See OwnCacheHead.forward; `step` makes no difference."""
         e = self.embedding.embed(rows.input_ids, self.embed_scale)
+        if rows.encoded is not None:
+            e = rows.encoded.merge(e)
         dtype = self.place.dtype
         tables = self.layer_type.rope_tables(self.shape, self.theta, rows.positions, dtype)
         passes = group_passes(self.groups, rows, tables, dtype)

@@ -123,6 +123,12 @@ def _check_target(
             f"drafter {where!r} has hidden size {layers.hidden_size} and reads the target's final "
             f"state, which has {target.hidden_size}: give the drafter of this target"
         )
+    if config.supports_mm_inputs and layers.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"config.json of {where!r}: supports_mm_inputs is true, and the head's hidden size "
+            f"{layers.hidden_size} is not the target's {target.hidden_size}, which embeddings of "
+            "images have: mend the config"
+        )
     mask = config.mask_token_id
     if mask is not None and mask >= target.vocab_size:
         raise CheckpointError(
@@ -202,4 +208,5 @@ def _spec(
         format=config.format,
         notes=tuple(notes),
         verifier=config.verifier,
+        supports_mm_inputs=config.supports_mm_inputs,
     )

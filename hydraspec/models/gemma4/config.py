@@ -13,6 +13,7 @@ from typing import Any
 
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.gemma4 import unified
+from hydraspec.models.gemma4.vision_config import TowerShape, UnifiedShape, read_vision
 from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.parts import DecoderConfig, Divided
 from hydraspec.models.rope_scaling import MIN_THETA
@@ -72,6 +73,9 @@ class Gemma4Config(DecoderConfig):
     moe_intermediate_size: int
     layers: tuple[LayerShape, ...]
     rope: Mapping[str, RopeShape]
+    vision: TowerShape | UnifiedShape | None = None  # None: no image encoder
+    image_lookup_id: int = 0  # the token that image rows look up in the per-layer table
+    images_see_ahead: bool = False  # on sliding layers an image's rows see each other both ways
 
     @property
     def num_layers(self) -> int:
@@ -118,6 +122,7 @@ def read_gemma4_config(
     moe = bool(reader.get("enable_moe_block", False))
     ple = reader.count("hidden_size_per_layer_input", least=0)
     softcap = reader.get("final_logit_softcapping")  # null: none
+    vision = None if is_assistant else read_vision(config, where)
     return Gemma4Config(
         vocab_size=reader.count("vocab_size"),
         hidden_size=reader.count("hidden_size"),
@@ -135,7 +140,18 @@ def read_gemma4_config(
         moe_intermediate_size=reader.count("moe_intermediate_size") if moe else 0,
         layers=layers,
         rope={kind: _rope_shape(reader, kind) for kind in sorted(set(kinds))},
+        vision=vision,
+        image_lookup_id=reader.count("pad_token_id", 0, least=0) if vision and ple else 0,
+        images_see_ahead=vision is not None and images_see_ahead(config),
     )
+
+
+def images_see_ahead(config: Mapping[str, Any]) -> bool:
+    """Returns whether rows of an image see each other both ways in a model with this raw
+    config.json, so that its images must not be cut; unified models do unless the key says null.
+    """
+    default = "vision" if unified.is_unified(config) else None
+    return bool(text_part(config).get("use_bidirectional_attention", default) == "vision")
 
 
 def _refuse_unsupported(reader: ConfigReader) -> None:

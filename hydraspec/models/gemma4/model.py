@@ -19,16 +19,18 @@ from torch import Tensor
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models.checkpoint.names import name_in_text_model
+from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 from hydraspec.models.gemma4.layer import Gemma4Layer
+from hydraspec.models.gemma4.vision import PREFIXES, build_encoder, name_in_encoder
 from hydraspec.models.linear import Linear, Table
 from hydraspec.models.parts import Share, Weights
 from hydraspec.models.place import Place
 from hydraspec.parallel.vocabulary import Vocabulary
+from hydraspec.types import Rows
 
-# Of images and sounds: encoders, and the projections of models that have none (gemma4_unified).
-_TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
+_SOUNDS = ("audio_tower.", "embed_audio.")
 _SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 
@@ -83,7 +85,7 @@ class PerLayerEmbedding(Weights):
 class Gemma4Target(Decoder):
     """Gemma 4 target; implements TargetModel."""
 
-    names: Mapping[str, str] = {**Decoder.names, "per_layer": ""}
+    names: Mapping[str, str] = {**Decoder.names, "per_layer": "", "encoder": ""}
     layer_type = Gemma4Layer
 
     @staticmethod
@@ -99,15 +101,31 @@ class Gemma4Target(Decoder):
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
         self.softcap = config.softcap
         self.per_layer = PerLayerEmbedding(config, self.held, place) if config.ple_size else None
+        self.encoder = build_encoder(config.vision, config.hidden_size, place.if_held(self.embeds))
+        self.images_see_ahead = config.images_see_ahead
 
     def frequencies(self, config: Gemma4Config, place: Place) -> dict[str, Frequencies]:
         """Rotary frequencies of each kind of layers."""
         return rope_frequencies_by_kind(config, place)
 
     def canonical_name(self, name: str) -> str | None:
-        """A checkpoint's tensor name without its prefix; None for those of images and sounds."""
+        """A checkpoint's tensor name without its prefix; None for those of sounds, and for those of
+        images in a model without an encoder.
+        """
         name = name_in_text_model(name)
-        return None if name.startswith(_TOWERS) else name
+        if name.startswith(PREFIXES):
+            return None if self.encoder is None else name_in_encoder(name)
+        return None if name.startswith(_SOUNDS) else name
+
+    def fill(self, checkpoint: Checkpoint, *, weights: str, seed: int) -> None:
+        """See Decoder. Files without any tensor of images, as text-only releases have them, leave
+        the model without its encoder.
+        """
+        if weights == "checkpoint" and not any(
+            name_in_text_model(name).startswith(PREFIXES) for name in checkpoint.entries()
+        ):
+            self.encoder = None
+        super().fill(checkpoint, weights=weights, seed=seed)
 
     def ignores(self, name: str) -> bool:
         """Returns whether a tensor is not needed: it is of the keys or values of a layer that
@@ -127,14 +145,17 @@ class Gemma4Target(Decoder):
         """Returns whether this stage has the embedding table, which per-layer inputs read too."""
         return super().embeds or bool(self.config.ple_size)
 
-    def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None) -> Tensor | None:
+    def layer_inputs(self, rows: Rows, embedded: Tensor | None) -> Tensor | None:
         """Per-layer inputs [T, layers of this stage, width]; None for a model without them. Each
-        stage computes those of its layers from token ids.
+        stage computes those of its layers from token ids and from the stream before layer 0
+        (None: it is computed here). Rows of images look up one token, and project what they embed.
         """
         if self.per_layer is None:
             return None
-        embedded = self.embed(token_ids) if embedded is None else embedded
-        return self.per_layer.forward(token_ids, embedded)
+        ids = rows.input_ids
+        if rows.encoded is not None:
+            ids = ids.index_fill(0, rows.encoded.rows, self.config.image_lookup_id)
+        return self.per_layer.forward(ids, self.embed_rows(rows) if embedded is None else embedded)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -141,6 +141,8 @@ class MTPHead(Weights):
         """
         count = len(self.layers)
         e = self.target.embed(rows.input_ids)
+        if rows.encoded is not None:
+            e = rows.encoded.merge(e)
         if self.config.layout.blanks_first_position:
             e = e.masked_fill((rows.positions == 0)[:, None], 0.0)
         config, dtype = self.config, self.place.dtype

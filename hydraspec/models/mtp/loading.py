@@ -57,6 +57,7 @@ def load_mtp(
         num_layers=config.num_layers,
         format=f"{found.format} ({config.layout.name} layout)",
         verifier=found.verifier,
+        supports_mm_inputs=getattr(target, "encoder", None) is not None,  # as the target embeds
     )
     return head
 

@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 
 from hydraspec.config.schema import RunConfig
@@ -10,17 +11,34 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.parallel.control import Control, Plain
 from hydraspec.parallel.engines.outcome import Peers, Together
 from hydraspec.parallel.engines.replicas import Share, replica_events, send_events
-from hydraspec.parallel.engines.wire import to_prompt, to_requests
+from hydraspec.parallel.engines.wire import from_image, to_image, to_requests
 from hydraspec.parallel.ranks import current
+from hydraspec.types import Image, Request, by_digest
 
 CALL = "call"  # the topic of announcements
 CLOSE = "close"
+IMAGE = "image"  # announces an image that later calls have, to every rank once
 
 
 def announce(control: Control, number: int, name: str, **arguments: Plain) -> None:
     """Have every other rank make a call of its engine `number`, counted in the order in which
     engines were built."""
     control.tell(control.all_ranks, CALL, [number, name, arguments])
+
+
+class Images:
+    """Images that all ranks have, by the digests of their spans."""
+
+    def __init__(self) -> None:
+        self._sent: set[str] = set()
+
+    def send(self, control: Control, requests: Iterable[Request]) -> None:
+        """Announce those images of requests that other ranks do not have yet."""
+        for request in requests:
+            for digest, image in by_digest(request.spans, request.images).items():
+                if digest not in self._sent:
+                    announce(control, 0, IMAGE, digest=digest, image=from_image(image))
+                    self._sent.add(digest)
 
 
 def follow(config: RunConfig) -> None:
@@ -31,13 +49,16 @@ def follow(config: RunConfig) -> None:
         Exception: the first error of the run, if it ends the whole run; rank 0 raises it too.
     """
     together, engines = Together(current()), [Peers()]
-    control = together.control
+    control, images = together.control, dict[str, Image]()
     with together.call(engines[0]):
         engines[0].engine = NativeEngine(config)
     while True:
         number, name, arguments = control.hear(0, CALL)
         if name == CLOSE:
             return
+        if name == IMAGE:
+            images[arguments["digest"]] = to_image(arguments["image"])
+            continue
         peers = engines[number]
         assert peers.engine is not None
         if name == "baseline":
@@ -46,16 +67,22 @@ def follow(config: RunConfig) -> None:
                 engines[-1].engine = peers.engine.baseline()
         else:
             with together.call(peers):
-                _make(name, peers.engine, control, arguments)
+                _make(name, peers.engine, control, arguments, images)
 
 
-def _make(name: str, engine: NativeEngine, control: Control, arguments: Plain) -> None:
+def _make(
+    name: str,
+    engine: NativeEngine,
+    control: Control,
+    arguments: Plain,
+    images: Mapping[str, Image],
+) -> None:
+    requests = to_requests(arguments["requests"], images)
     if name == "next_token_logits":
         if control.replica[0] == 0:
-            prompt = to_prompt(arguments["prompt"])
-            engine.next_token_logits(prompt.token_ids, prompt.spans)
+            (request,) = requests
+            engine.next_token_logits(request.tokens.token_ids, request.spans, request.images)
         return
-    requests = to_requests(arguments["requests"])
     if name == "prepare":
         engine.prepare(requests)
     elif name == "run":

@@ -14,13 +14,13 @@ from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.schedule.admission import Cancels
 from hydraspec.parallel.control import Plain
-from hydraspec.parallel.engines.calls import CLOSE, announce
+from hydraspec.parallel.engines.calls import CLOSE, Images, announce
 from hydraspec.parallel.engines.outcome import Peers, Together
 from hydraspec.parallel.engines.replicas import Inbox, Share, replica_events
-from hydraspec.parallel.engines.wire import from_prompt, from_requests
+from hydraspec.parallel.engines.wire import from_requests
 from hydraspec.parallel.ranks import current
 from hydraspec.signals import interrupts_held_back
-from hydraspec.types import Completion, Prompt, Request, Span, StepRecord
+from hydraspec.types import Completion, Image, Request, SamplingParams, Span, StepRecord
 
 
 class ParallelEngine(Engine):
@@ -35,11 +35,12 @@ class ParallelEngine(Engine):
         if origin is None:
             self._together = Together(current())
             self._number, self._numbers = 0, count(1)  # this engine's, and those of the next ones
-            self._runs = count()
+            self._runs, self._images = count(), Images()
             with self._together.call(self._peers):
                 self._peers.engine = NativeEngine(config)
         else:
             self._together, self._runs = origin._together, origin._runs
+            self._images = origin._images
             self._number, self._numbers = next(origin._numbers), origin._numbers
             with interrupts_held_back(), self._together.call(self._peers):
                 origin._announce("baseline")
@@ -65,11 +66,16 @@ class ParallelEngine(Engine):
         announce(self._together.control, self._number, name, **arguments)
 
     @contextmanager
-    def _called(self, name: str, **arguments: Plain) -> Iterator[NativeEngine]:
+    def _called(self, name: str, requests: Sequence[Request]) -> Iterator[NativeEngine]:
         """Context of a call that all ranks make and that is not interrupted within a step."""
         with interrupts_held_back(), self._together.call(self._peers):
-            self._announce(name, **arguments)
+            self._announce_with(name, requests)
             yield self._engine
+
+    def _announce_with(self, name: str, requests: Sequence[Request], **more: Plain) -> None:
+        """Announce a call with requests, and before it the images that ranks do not have yet."""
+        self._images.send(self._together.control, requests)
+        self._announce(name, requests=from_requests(requests), **more)
 
     def tokenize(self, requests: Sequence[Request]) -> None:
         self._engine.tokenize(requests)
@@ -102,7 +108,7 @@ class ParallelEngine(Engine):
                         *(self._engine, control, requests, share, inbox.cancels, inbox.receive)
                     )
                     events = opened.enter_context(closing(inbox.merged(own)))
-                    self._announce("run", requests=from_requests(requests), share=asdict(share))
+                    self._announce_with("run", requests, share=asdict(share))
             except KeyboardInterrupt:
                 next(events, None)  # a run that has begun announces its end
                 raise
@@ -110,7 +116,7 @@ class ParallelEngine(Engine):
         self._num_steps = inbox.num_steps
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        with self._called("prepare", requests=from_requests(requests)) as engine:
+        with self._called("prepare", requests) as engine:
             engine.prepare(requests)
 
     def has_eager_steps(self) -> bool:
@@ -124,20 +130,30 @@ class ParallelEngine(Engine):
         return ParallelEngine(self._engine.parts.config, self)
 
     def next_token_logits(
-        self, token_ids: Sequence[int], spans: tuple[Span, ...] = ()
+        self,
+        token_ids: Sequence[int],
+        spans: tuple[Span, ...] = (),
+        images: tuple[Image, ...] = (),
     ) -> np.ndarray:
-        prompt = from_prompt(Prompt(list(token_ids), spans))
-        with self._called("next_token_logits", prompt=prompt) as engine:
-            return engine.next_token_logits(token_ids, spans)
+        request = Request(
+            index=0,
+            id="logits",
+            sampling=SamplingParams(),
+            prompt_token_ids=list(token_ids),
+            spans=spans,
+            images=images,
+        )
+        with self._called("next_token_logits", [request]) as engine:
+            return engine.next_token_logits(token_ids, spans, images)
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
         """See Engine; only rank 0's replica is measured."""
-        with self._called("profile_step", requests=from_requests(requests)) as engine:
+        with self._called("profile_step", requests) as engine:
             return engine.profile_step(requests)
 
     def profile_phases(self, requests: Sequence[Request]) -> dict[str, float] | None:
         """See Engine; only rank 0's replica is measured."""
-        with self._called("profile_phases", requests=from_requests(requests)) as engine:
+        with self._called("profile_phases", requests) as engine:
             return engine.profile_phases(requests)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from hydraspec_kernels.attention.tiles_kernel import (
     find_request,
     find_rows,
     load_rows,
+    newest_keys,
     prefetch_keys,
     times_scale,
 )
@@ -41,6 +42,7 @@ def _attention_kernel(
     block_table,  # [B, P], rows table_stride apart
     seq_lens,  # [B]
     starts,  # [B+1]; not read with ONE_ROW
+    sees_until,  # [T]; read with MASK "until" alone
     num_rows,
     num_requests,
     row_tiles,  # of a request; unless BLOCK_B
@@ -56,7 +58,7 @@ def _attention_kernel(
     VALUE_DIM: tl.constexpr,  # leading part of a key, loaded apart from the rest
     LATENT: tl.constexpr,  # that part is the value too
     WINDOW: tl.constexpr,  # 0: none
-    MASK: tl.constexpr,  # "causal", "block" or "causal_block"
+    MASK: tl.constexpr,  # "causal", "block" or "causal_block"; "until": causal, and sees_until
     BLOCK_SIZE: tl.constexpr,
     ONE_ROW: tl.constexpr,
     SPLIT: tl.constexpr,  # S > 1
@@ -111,7 +113,7 @@ def _attention_kernel(
     )
     position = length - rows + row
     scale = times_scale(scale, kv_scales, kv_head)
-    newest = tl.minimum(position if MASK != "block" else tl.maximum(position, limit), limit - 1)
+    newest = newest_keys(sees_until, start + row, position, limit, inside, MASK)
     top, total = tl.full([BLOCK_M], NO_KEY, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for at in tl.range(begin, limit, BLOCK_N):
@@ -125,7 +127,7 @@ def _attention_kernel(
             k_rest = load_rows(keys, at_key, seen, VALUE_DIM, HEAD_DIM - VALUE_DIM, BLOCK_R)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         visible = j[None, :] <= newest[:, None]
-        if WINDOW > 0 and MASK == "causal":
+        if WINDOW > 0 and (MASK == "causal" or MASK == "until"):
             visible = visible & (j[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -135,7 +137,6 @@ def _attention_kernel(
         v = k if LATENT else load_rows(values, at_key, seen, 0, VALUE_DIM, BLOCK_V).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
-
     acc = times_scale(acc, kv_scales, NUM_KV_HEADS + kv_head)
     d = tl.arange(0, BLOCK_V)
     mask = inside[:, None] & (d < VALUE_DIM)[None, :]
@@ -188,6 +189,7 @@ def paged_attention_kernel(
         plan.block_table,
         plan.seq_lens,
         plan.starts,
+        plan.sees_until,
         num_rows,
         num_requests,
         row_tiles,
@@ -203,7 +205,7 @@ def paged_attention_kernel(
         VALUE_DIM=value_dim,
         LATENT=shape.latent_dim is not None,
         WINDOW=shape.window or 0,
-        MASK=shape.mask,
+        MASK=shape.mask if plan.sees_until is None else "until",
         BLOCK_SIZE=shape.block_size,
         ONE_ROW=plan.query_start_loc is None,
         SPLIT=cut.splits > 1,

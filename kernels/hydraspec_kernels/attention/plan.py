@@ -29,6 +29,7 @@ MAX_TILE_SCORES = 1 << 23
 # causal: up to its own position p, from p - window + 1 on.
 # block: up to L - 1, from L - R - window on; the rows see each other and the same context.
 # causal_block: up to its own position, from L - R - window on.
+# Rows of a causal plan with `sees_until` see up to that position, where it is beyond their own.
 RowMask: TypeAlias = Literal["causal", "block", "causal_block"]
 
 
@@ -178,6 +179,7 @@ class DevicePlan:
     num_rows: int  # T
     num_requests: int  # B
     max_rows: int  # rows of the request with the most
+    sees_until: Tensor | None = None  # [T] last position a row sees, if beyond its own; None: never
 
     @property
     def starts(self) -> Tensor:
@@ -212,6 +214,7 @@ def plan_attention(
     positions: Tensor,
     dtype: torch.dtype,
     query_start_loc: Tensor | None = None,
+    sees_until: Tensor | None = None,
 ) -> AttentionPlan:
     """The group's plan from block_table [B, P], seq_lens [B] with this step's rows, positions [T]
     and query_start_loc [B+1].
@@ -219,10 +222,25 @@ def plan_attention(
     Row r of a request with R rows is at position seq_len - R + r. Entries that no row may see are
     gathered from cache row 0: block 0 is reserved and stays zero, so that the contents of freed
     blocks cannot leak. Only CUDA reads query_start_loc; None there means one row per request.
+
+    sees_until [T]: a row of a causal group sees the keys up to this position too, if it is beyond
+    its own; it is less than the request's seq_len.
     """
+    assert sees_until is None or shape.mask == "causal"
     if runs_kernels(seq_lens):
-        return device_plan(shape, segments, block_table, seq_lens, query_start_loc)
-    return _tiled_plan(shape, segments, block_table, seq_lens, positions, dtype)
+        return device_plan(shape, segments, block_table, seq_lens, query_start_loc, sees_until)
+    last = positions if sees_until is None else torch.maximum(positions, sees_until)
+    seen = _SeenRows(positions, last, sees_until is not None)
+    return _tiled_plan(shape, segments, block_table, seq_lens, seen, dtype)
+
+
+@dataclass(slots=True, frozen=True)
+class _SeenRows:
+    """Positions of rows, and the last position that each sees."""
+
+    own: Tensor  # [T]
+    last: Tensor  # [T]
+    is_ahead: bool  # some row may see beyond its own position
 
 
 def device_plan(
@@ -231,6 +249,7 @@ def device_plan(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
+    sees_until: Tensor | None = None,
 ) -> DevicePlan:
     """The kernels' plan; see `plan_attention`. No tensor is made and nothing is launched."""
     num_rows = num_requests = max_rows = 0
@@ -244,7 +263,8 @@ def device_plan(
             "request go without it"
         )
     return DevicePlan(
-        shape, query_start_loc, seq_lens, block_table, num_rows, num_requests, max_rows
+        *(shape, query_start_loc, seq_lens, block_table, num_rows, num_requests, max_rows),
+        sees_until,
     )
 
 
@@ -253,7 +273,7 @@ def _tiled_plan(
     segments: Sequence[RowSegment],
     block_table: Tensor,
     seq_lens: Tensor,
-    positions: Tensor,
+    seen: _SeenRows,
     dtype: torch.dtype,
 ) -> TiledPlan:
     tiles: list[Tile] = []
@@ -264,18 +284,18 @@ def _tiled_plan(
         whole = len(segments) == 1 and segment.num_requests == len(seq_lens)
         lens = seq_lens if whole else seq_lens[segment.first_request : last]
         table = block_table if whole else block_table[segment.first_request : last]
-        step = _rows_per_tile(shape, segment)
+        step = _rows_per_tile(shape, segment, seen.is_ahead)
         for start in range(0, segment.rows_per_request, step):
             stop = min(start + step, segment.rows_per_request)
-            tiles.append(_plan_tile(shape, segment, start, stop, table, lens, positions, dtype))
+            tiles.append(_plan_tile(shape, segment, start, stop, table, lens, seen, dtype))
     return TiledPlan(shape, num_rows, tiles)
 
 
-def _rows_per_tile(shape: GroupShape, segment: RowSegment) -> int:
+def _rows_per_tile(shape: GroupShape, segment: RowSegment, is_ahead: bool) -> int:
     rows = segment.rows_per_request
     keys = segment.max_seq_len
     if shape.window is not None:
-        is_block = shape.mask != "causal"
+        is_block = is_ahead or shape.mask != "causal"
         keys = min(keys, shape.window + (rows if is_block else shape.window))
         if rows > shape.window and not is_block:
             rows = shape.window  # so that a tile gathers two windows, not the whole prompt
@@ -289,15 +309,16 @@ def _plan_tile(
     stop: int,
     table: Tensor,  # [b, P]
     lens: Tensor,  # [b]
-    positions: Tensor,  # [T]
+    seen: _SeenRows,
     dtype: torch.dtype,
 ) -> Tile:
     b, all_rows, rows = segment.num_requests, segment.rows_per_request, stop - start
     is_block = shape.mask != "causal"
-    after = 0 if is_block else all_rows - stop
+    after = 0 if is_block or seen.is_ahead else all_rows - stop
     num_keys = max(segment.max_seq_len - after, rows)
     end = lens[:, None] if after == 0 else (lens - after)[:, None]
-    most = None if shape.window is None else shape.window + (all_rows if is_block else rows - 1)
+    more = all_rows if is_block else all_rows - start - 1 if seen.is_ahead else rows - 1
+    most = None if shape.window is None else shape.window + more
     if most is not None and num_keys > most:
         num_keys = most
         key = (end - num_keys).clamp_min_(0) + torch.arange(num_keys, device=end.device)
@@ -306,15 +327,17 @@ def _plan_tile(
         key = torch.arange(num_keys, device=end.device)[None]
         base = _leading_rows(shape, table, num_keys)
     exists = key < end  # [b, L]
-    if shape.mask == "block" or all_rows == 1 or (rows == 1 and not is_block):
+    one_row = rows == 1 and not is_block and not seen.is_ahead
+    if shape.mask == "block" or all_rows == 1 or one_row:
         # A row sees exactly the gathered entries that exist.
         hidden = exists.logical_not()[:, None].expand(b, rows, -1)
     else:
-        where = positions[segment.first_row : segment.first_row + b * all_rows]
-        ahead = where.view(b, all_rows, 1)[:, start:stop] - key[:, None]  # [b, R, L]
-        hidden = ahead < 0
+        mine = slice(segment.first_row, segment.first_row + b * all_rows)
+        last = seen.last[mine].view(b, all_rows, 1)[:, start:stop]
+        hidden = last < key[:, None]  # [b, R, L]
         if shape.window is not None and not is_block:
-            hidden = hidden.logical_or_(ahead >= shape.window)
+            own = seen.own[mine].view(b, all_rows, 1)[:, start:stop]
+            hidden = hidden.logical_or_(own - key[:, None] >= shape.window)
     index = _head_rows(shape, base.mul_(exists))
     mask = _mask(shape, hidden, dtype)
     return Tile(segment.first_row, b, all_rows, start, stop, num_keys, index, mask)

@@ -1,7 +1,8 @@
 """Specification of the attention kernels.
 
 A row sees the keys at positions j with max(0, p - window + 1) <= j <= p, where p is its own
-position, and yields softmax(scale q K^T) V over them. Query head h reads KV head h // (Hq / Hkv).
+position, and yields softmax(scale q K^T) V over them. With `sees_until` (rows of an image in a
+prompt) it sees keys up to that position too. Query head h reads KV head h // (Hq / Hkv).
 The rows of a drafted block (RowMask "block", "causal_block") see the context from `window` keys
 before the first of them on, and then all rows of the block, or those up to their own.
 Gemma 4's scale is 1 (its query and key norms take that role), most others' 1/sqrt(H).
@@ -36,16 +37,18 @@ def attend_request(
     window: int | None,
     scale: float,
     mask: RowMask = "causal",
+    sees_until: Tensor | None = None,
 ) -> Tensor:
     """Attention of one request: query [R, Hq, H] of its last R tokens, keys [L, Hkv, H], values [L,
-    Hkv, Hv] -> [R, Hq, Hv]; computed in float64.
+    Hkv, Hv], sees_until [R] -> [R, Hq, Hv]; computed in float64.
     """
     rows, length = len(query), len(keys)
     k, v = keys.double(), values.double()
     q = query.double().unflatten(1, (keys.shape[1], -1))  # [R, Hkv, G, H]
     j = torch.arange(length, device=query.device)
     p = j[length - rows :, None]
-    visible = seen_keys(j, p, length, rows, window, mask)  # [R, L]
+    until = None if sees_until is None else sees_until[:, None]
+    visible = seen_keys(j, p, length, rows, window, mask, until)  # [R, L]
     scores = torch.einsum("rngd,jnd->ngrj", q, k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     v = v.masked_fill(~visible.any(0)[:, None, None], 0)  # keys no row sees may be freed, and NaN
@@ -59,10 +62,13 @@ def seen_keys(
     rows: int | Tensor,
     window: int | None,
     mask: RowMask,
+    until: Tensor | None = None,
 ) -> Tensor:
     """Returns which of the keys j are seen by the rows at positions p, the last `rows` of `length`
-    tokens; all arguments broadcast."""
+    tokens, and up to `until` where that is given; all arguments broadcast."""
     visible = (j < length) & (p >= 0) if mask == "block" else j <= p
+    if until is not None:
+        visible = visible | ((j <= until) & (p >= 0))
     if window is None:
         return visible
     return visible & (j > p - window if mask == "causal" else j >= length - rows - window)
@@ -111,7 +117,10 @@ def prefill_attention_reference(query: Tensor, cache: Tensor, plan: DevicePlan) 
         if len(at):
             k, v = cache[at].unbind(1)
             shape = plan.shape
-            out[rows] = attend_request(query[rows], k, v, shape.window, shape.scale, shape.mask)
+            until = None if plan.sees_until is None else plan.sees_until[rows]
+            out[rows] = attend_request(
+                query[rows], k, v, shape.window, shape.scale, shape.mask, until
+            )
     return out.flatten(1)
 
 
@@ -153,8 +162,10 @@ def planned_attention_reference(
     count = starts.diff()[:, None]  # [B, 1]
     position = torch.where(r < count, plan.seq_lens[:, None] - count + r, -1)  # [B, R]
     length = plan.seq_lens[:, None, None]
+    padded = (starts[:-1, None] + r).clamp_max(max(len(query) - 1, 0))
+    until = None if plan.sees_until is None else plan.sees_until[padded][..., None]
     visible = seen_keys(  # [B, R, L]
-        key, position[..., None], length, count[..., None], shape.window, shape.mask
+        key, position[..., None], length, count[..., None], shape.window, shape.mask, until
     )
     seen = visible.any(1).view(*at.shape, *(1,) * (cache.dim() - 1))
     kv = take_rows(cache, at)
@@ -166,7 +177,6 @@ def planned_attention_reference(
         k, v = kv.unbind(2)
     else:
         k, v = kv, kv[..., : shape.latent_dim]
-    padded = (starts[:-1, None] + r).clamp_max(max(len(query) - 1, 0))
     q = query[padded].unflatten(2, (shape.num_kv_heads, group))  # [B, R, Hkv, G, H]
     scores = torch.einsum("brngd,blnd->bngrl", q, k) * shape.scale
     hidden = ~visible[:, None, None]

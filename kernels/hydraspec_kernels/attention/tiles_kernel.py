@@ -79,10 +79,10 @@ def find_keys(
     """
     last_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
     begin, limit = 0, length - rows + last_row + 1
-    if MASK == "block":
+    if MASK == "block" or MASK == "until":
         limit = length
     if WINDOW > 0:
-        if MASK == "causal":
+        if MASK == "causal" or MASK == "until":
             begin = tl.maximum(length - rows + tile * BLOCK_M // GROUP - WINDOW + 1, 0)
         else:
             begin = tl.maximum(length - rows - WINDOW, 0)
@@ -91,6 +91,18 @@ def find_keys(
         begin += split * share
         limit = tl.minimum(limit, begin + share)
     return begin, limit
+
+
+@triton.jit
+def newest_keys(sees_until, row, position, limit, inside, MASK: tl.constexpr):
+    """The last key before `limit` that each query of a tile sees; MASK "until" reads it by row."""
+    if MASK == "block":
+        return tl.minimum(tl.maximum(position, limit), limit - 1)
+    elif MASK == "until":
+        until = tl.load(sees_until + row, mask=inside, other=0).to(tl.int32)
+        return tl.minimum(tl.maximum(position, until), limit - 1)
+    else:
+        return tl.minimum(position, limit - 1)
 
 
 @triton.jit

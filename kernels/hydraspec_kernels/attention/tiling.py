@@ -119,7 +119,7 @@ def fits_decode(plan: DevicePlan) -> bool:
     Many programs that each fill a multiprocessor would all compute norms while no key is read.
     """
     shape = plan.shape
-    if not supports_decode(shape, plan.max_rows):
+    if plan.sees_until is not None or not supports_decode(shape, plan.max_rows):
         return False
     programs = _decode_programs(shape, plan.max_rows, plan.num_requests)
     return programs <= 2 * FULL_DEVICE or _is_small(shape, plan.max_rows)
@@ -258,6 +258,7 @@ def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
     group = shape.num_heads // shape.num_kv_heads
     return (
         plan.max_rows > MOST_SPLIT_ROWS
+        and plan.sees_until is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and shape.latent_dim is None
         and shape.mask == "causal"
