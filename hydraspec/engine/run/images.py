@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydraspec.models.base import TargetModel
 from hydraspec.models.image_batch import sent
-from hydraspec.types import IMAGE, EncodedRows, Image, ImageRows, Request, Span
+from hydraspec.types import IMAGE, EncodedRows, Image, ImageRows, Request, Span, by_digest
 
 MOST_ROWS = 1 << 13  # encoder rows that are kept, beside those of the newest step
 
@@ -40,10 +40,9 @@ class EncodedImages:
     def learn(self, requests: Iterable[Request]) -> None:
         """Take the images of a run's requests in place of those of earlier ones. Requests without
         images leave them: later turns and repeated prompts name them by digest."""
-        found = {}
+        found: dict[str, Image] = {}
         for request in requests:
-            spans = [span for span in request.spans if span.kind == IMAGE]
-            found |= dict(zip([span.digest for span in spans], request.images, strict=False))
+            found |= by_digest(request.spans, request.images)
         if found:
             self._images, self._faults = found, {}
 
