@@ -86,6 +86,27 @@ class EncodedImages:
             rows=sent(places, self._device), states=self._states(parts), sees_until=until
         )
 
+    def padding(self, num_rows: int) -> EncodedRows | None:
+        """Rows of a step that reads an image, for compiling its kernels; None without an encoder.
+        num_rows: T."""
+        if self.encoder is None:
+            return None
+        none = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        states = torch.zeros(1, self._width, dtype=self._dtype, device=self._device)
+        return EncodedRows(
+            rows=none[:1], states=states, sees_until=none if self._sees_ahead else None
+        )
+
+    def encode_largest(self) -> None:
+        """Encode a black image for its memory: as much as any images of a step take."""
+        if self.encoder is not None and self._is_held:
+            self.encoder.encode([self.encoder.largest_image()])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that kept encoder rows take at most."""
+        return MOST_ROWS * self._width * self._dtype.itemsize if self._is_held else 0
+
     def _states(self, parts: Sequence[ImageRows]) -> Tensor:
         if not self._is_held:  # no row is embedded on this stage
             return torch.empty(0, self._width, dtype=self._dtype, device=self._device)
