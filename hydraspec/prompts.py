@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IMAGE = "image"  # the kind of a span that is an image's
-
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Span:
@@ -33,17 +31,6 @@ class Image:
     patches: np.ndarray  # [patches, values of a patch] float32 in 0 to 1, channels last in a patch
     positions: np.ndarray  # [patches, 2] int64: column, row
     num_tokens: int  # rows that the encoder makes of it: those of its span
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ImageRows:
-    """Consecutive rows of a step that read encoder rows of one image."""
-
-    digest: str  # of the image's span
-    row: int  # of the step: the first of these rows
-    first: int  # encoder row of the image that it reads
-    count: int
-    last_position: int  # of the image's last token in its prompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,3 +67,33 @@ def by_digest(spans: Sequence[Span], images: Sequence[Image]) -> dict[str, Image
 def images_of(spans: Sequence[Span], known: Mapping[str, Image]) -> tuple[Image, ...]:
     """The images of spans, of those known by their digests."""
     return tuple(known[s.digest] for s in spans if s.kind == IMAGE and s.digest in known)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ImageRows:
+    """Consecutive rows of a step that read encoder rows of one image."""
+
+    digest: str  # of the image's span
+    row: int  # of the step: the first of these rows
+    first: int  # encoder row of the image that it reads
+    count: int
+    last_position: int  # of the image's last token in its prompt
+
+
+def image_rows(spans: Sequence[Span], start: int, num_rows: int, row: int) -> list[ImageRows]:
+    """The image rows among `num_rows` rows of a step, the first of which is its row number `row`
+    and has position `start` of a prompt with these spans."""
+    found = []
+    for span in spans:
+        first, stop = max(start, span.start), min(start + num_rows, span.end)
+        if span.kind == IMAGE and first < stop:
+            found.append(
+                ImageRows(
+                    digest=span.digest,
+                    row=row + first - start,
+                    first=first - span.start,
+                    count=stop - first,
+                    last_position=span.end - 1,
+                )
+            )
+    return found

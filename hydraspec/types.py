@@ -41,9 +41,8 @@ from hydraspec.prompts import ImageRows as ImageRows
 from hydraspec.prompts import Prompt as Prompt
 from hydraspec.prompts import Span as Span
 from hydraspec.prompts import by_digest as by_digest
+from hydraspec.prompts import image_rows as image_rows
 from hydraspec.prompts import images_of as images_of
-
-# --------------------------------------------------------------------------- requests
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,9 +189,6 @@ class StepRecord:
     replica: int = 0  # number of the replica, whose requests and cache the figures above are of
     num_replicas: int = 1  # replicas at work: the step took 1 / num_replicas of the run's time
     draft_length: int | None = None  # drafts per request of this step; None: K in every step
-
-
-# --------------------------------------------------------------------------- KV cache
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

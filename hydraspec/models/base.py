@@ -28,6 +28,10 @@ class ImageEncoder(Protocol):
         """Embeddings [tokens, D] of each image, which replace those of its placeholders."""
         ...
 
+    def largest_image(self) -> Image:
+        """A black image that takes as much memory to encode as any images together."""
+        ...
+
 
 class TargetModel(Protocol):
     """A decoder over a paged KV cache. Run it under `torch.inference_mode`; no method of a step

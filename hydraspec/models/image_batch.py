@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,18 @@ def batches(
             last, most = last + 1, widest
         yield _batch(images[first:last], most, pool, dtype, device)
         first = last
+
+
+def largest_image(pool: int, patch_values: int, num_positions: int) -> Image:
+    """A black square that takes a whole pass, or as much of one as the encoder knows positions."""
+    side = min(num_positions, math.isqrt(MOST_VALUES // patch_values))
+    side = max(1, side // pool) * pool
+    row, column = np.divmod(np.arange(side * side), side)
+    return Image(
+        patches=np.zeros((side * side, patch_values), dtype=np.float32),
+        positions=np.stack((column, row), 1),
+        num_tokens=side * side // pool**2,
+    )
 
 
 def fault(image: Image, pool: int, patch_values: int, num_positions: int) -> str | None:

@@ -311,3 +311,27 @@ def test_logits_after_a_prompt_that_was_run(flavour: Any) -> None:
     for prompt, tokens in zip(prompts, expected, strict=True):
         logits = torch.from_numpy(engine.next_token_logits(prompt.token_ids, prompt.spans))
         assert int(logits.argmax()) == tokens[0]
+
+
+@pytest.mark.parametrize("name", ["eagle3 reads images", "eagle3 reads placeholders", "dflash"])
+def test_drafts_from_every_place_are_those_of_steps(name: str, tmp_path: Path) -> None:
+    """Teacher forcing reads the images of prompts as steps do."""
+    world: Any = make_world(tmp_path, name, num_prompts=3)
+    settings = settings_of(Path(world.folder), method=world.method, drafter=world.drafter, k=3)
+    settings.method.weights = Weights.checkpoint
+    engine = NativeEngine(settings)
+    requests = requests_of(list(world.prompts.values()))
+    seen = run_alone(engine, requests)
+    scores = engine.position_scores(requests, seen.completions)
+    assert scores is not None
+    found = {each.index: each for each in scores}
+    num_compared = 0
+    for index, steps in seen.decodes.items():
+        for num_computed, drafts, num_accepted, _ in steps:
+            place = num_computed - found[index].first
+            if place < len(found[index].draft_token_ids) and drafts:
+                forced = found[index].draft_token_ids[place].tolist()
+                right = min(num_accepted + 1, len(drafts))  # drafts that read the target's tokens
+                assert forced[:right] == drafts[:right]
+                num_compared += 1
+    assert num_compared > 5

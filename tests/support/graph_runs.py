@@ -176,7 +176,7 @@ def attention_as_on_devices(patch: pytest.MonkeyPatch) -> None:
     """Targets and heads plan attention as for kernels: mixed steps have no other static plan."""
 
     def plan(shape: Any, segments: Any, table: Any, lens: Any, *rest: Any) -> Any:
-        return device_plan(shape, segments, table, lens, rest[2] if len(rest) > 2 else None)
+        return device_plan(shape, segments, table, lens, *(rest[2:] or (None,)))
 
     patch.setattr("hydraspec.models.kv_groups.plan_attention", plan)
 

@@ -83,7 +83,8 @@ def diagnose(
     base = score(trial, texts, k)
     few = None
     if len(texts.texts) >= SCREENED * FEWEST:
-        few = read_texts(target, texts.texts[::SCREENED], k=k, keep=sorted(texts.states))
+        keep, some = sorted(texts.states), texts.texts[::SCREENED]
+        few = read_texts(target, some, k=k, keep=keep, encode=texts.encode)
     result = Diagnosis(base=base, best=base)
     for _ in range(max_rounds):
         subject = Subject(trial=trial, texts=texts, target=target, k=k, patient=patient)

@@ -126,7 +126,8 @@ class Patient:
 
     def answers(self, requests: Sequence[Request]) -> Answers:
         """The target's greedy answers to tokenised requests, with its states at every row."""
-        run, greedy = partial(self.engine.baseline().run, concurrency=None), self.greedy(requests)
+        baseline = self.engine.baseline()
+        run, greedy = partial(baseline.run, concurrency=None), self.greedy(requests)
         ended = {event.index: event for event in run(greedy) if isinstance(event, Completion)}
         kept: list[Text] = []
         left_out = {i for i, done in ended.items() if done.finish_reason == "error"}
@@ -141,7 +142,8 @@ class Patient:
             return Answers(texts=None, left_out=frozenset(left_out))
         num_rows = sum(len(text.token_ids) for text in kept)
         keep = _kept_layers(self.target, num_rows, self.spec.aux_layer_ids)
-        texts = read_texts(self.target, kept, k=self.k, keep=keep)
+        encode = baseline.parts.runner.images.rows
+        texts = read_texts(self.target, kept, k=self.k, keep=keep, encode=encode)
         return Answers(texts=texts, left_out=frozenset(left_out))
 
 

@@ -69,7 +69,8 @@ def retrained(trial: Trial, target: TargetModel, texts: Texts, k: int) -> list[R
     rest = [text for i, text in enumerate(texts.texts) if i % apart]
     keep = sorted(texts.states)
     train, held_out = (
-        read_texts(target, some, k=k, keep=keep) for some in (texts.texts[::apart], rest)
+        read_texts(target, some, k=k, keep=keep, encode=texts.encode)
+        for some in (texts.texts[::apart], rest)
     )
     base = score(trial, held_out, k)
     by_module: dict[str, dict[str, Tensor]] = {}

@@ -121,13 +121,14 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def run_padding(self) -> None:
-        """Run the largest possible step, of padding alone."""
+        """Run the largest possible step, of padding alone, and encode as many images as any."""
+        self.images.encode_largest()
         self.run(self._largest())
 
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Run dummy steps that need every kernel of later steps: the largest one, those that
-        `capture` captures, and some that will run eagerly."""
+        `capture` captures, one with an image, and some others that will run eagerly."""
         limits = self.limits
         plans = dummy_plans(
             *({1, *limits.capture_sizes}, limits.num_speculative_tokens),
@@ -138,6 +139,8 @@ class DeviceRunner(Runner):
         )
         with self.eagerly():
             self.captured_step(self._largest())
+            if encoded := self.images.padding(limits.max_num_batched_tokens):
+                self.captured_step(replace(self._largest(), encoded=encoded))
             for descriptor in self._rehearsed():
                 self.captured_step(self.static_inputs(descriptor))
             for plan in plans:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydraspec.models.base import TargetModel
 from hydraspec.models.image_batch import sent
-from hydraspec.types import IMAGE, EncodedRows, Image, ImageRows, Request, Span
+from hydraspec.types import IMAGE, EncodedRows, Image, ImageRows, Request, Span, by_digest
 
 MOST_ROWS = 1 << 13  # encoder rows that are kept, beside those of the newest step
 
@@ -40,10 +40,9 @@ class EncodedImages:
     def learn(self, requests: Iterable[Request]) -> None:
         """Take the images of a run's requests in place of those of earlier ones. Requests without
         images leave them: later turns and repeated prompts name them by digest."""
-        found = {}
+        found: dict[str, Image] = {}
         for request in requests:
-            spans = [span for span in request.spans if span.kind == IMAGE]
-            found |= dict(zip([span.digest for span in spans], request.images, strict=False))
+            found |= by_digest(request.spans, request.images)
         if found:
             self._images, self._faults = found, {}
 
@@ -86,6 +85,27 @@ class EncodedImages:
         return EncodedRows(
             rows=sent(places, self._device), states=self._states(parts), sees_until=until
         )
+
+    def padding(self, num_rows: int) -> EncodedRows | None:
+        """Rows of a step that reads an image, for compiling its kernels; None without an encoder.
+        num_rows: T."""
+        if self.encoder is None:
+            return None
+        none = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        states = torch.zeros(1, self._width, dtype=self._dtype, device=self._device)
+        return EncodedRows(
+            rows=none[:1], states=states, sees_until=none if self._sees_ahead else None
+        )
+
+    def encode_largest(self) -> None:
+        """Encode a black image for its memory: as much as any images of a step take."""
+        if self.encoder is not None and self._is_held:
+            self.encoder.encode([self.encoder.largest_image()])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that kept encoder rows take at most."""
+        return MOST_ROWS * self._width * self._dtype.itemsize if self._is_held else 0
 
     def _states(self, parts: Sequence[ImageRows]) -> Tensor:
         if not self._is_held:  # no row is embedded on this stage

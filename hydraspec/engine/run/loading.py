@@ -244,11 +244,15 @@ def _rehearse(
     measures: bool,
 ) -> dict[str, int]:
     """Compile kernels ahead of time. If it `measures`, returns the bytes that the largest step
-    takes, as "activations"."""
+    takes, as "activations", and those of kept encoder outputs, as "images"."""
     runner = rehearsing_runner(models, modes, backend)
     _compile(runner)
     control.agree_all(True)  # later, devices wait for each other, with short limits
-    return {"activations": _measure_activations(runner)} if measures else {}
+    if not measures:
+        return {}
+    found = {"activations": _measure_activations(runner)}
+    kept_bytes = runner.images.kept_bytes
+    return found | ({"images": kept_bytes} if kept_bytes else {})
 
 
 def _measure_activations(runner: DeviceRunner) -> int:
@@ -268,10 +272,11 @@ def _measure_activations(runner: DeviceRunner) -> int:
 
 def _step_bytes(models: Models, modes: GraphModes, memory_bytes: dict[str, int]) -> int:
     """Bytes that the largest eager step takes, and the pool of large graphs with it: as much per
-    row, for the rows of the largest graph."""
+    row, for the rows of the largest graph; and encoder outputs that are kept."""
     most = models.config.engine.max_num_batched_tokens
     in_graphs = min(modes.max_mixed_rows, most) if modes.has_large else 0
-    return memory_bytes.get("activations", 0) * (most + in_graphs) // most
+    in_steps = memory_bytes.get("activations", 0) * (most + in_graphs) // most
+    return in_steps + memory_bytes.get("images", 0)
 
 
 def _compile(runner: DeviceRunner) -> None:

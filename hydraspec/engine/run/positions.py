@@ -29,7 +29,9 @@ def position_scores(parts: Loaded, texts: Seq[Text]) -> Iterator[PositionScores]
     keep = sorted(set(trial.aux_ids))
     for group in _groups(texts):
         with torch.inference_mode():
-            read = read_texts(parts.target, [_padded(text, k) for text in group], k=k, keep=keep)
+            padded = [_padded(text, k) for text in group]
+            encode = parts.runner.images.rows
+            read = read_texts(parts.target, padded, k=k, keep=keep, encode=encode)
             found = list(_scored(trial, read, group, k))
         del read  # before the next group is computed
         yield from found

@@ -133,7 +133,8 @@ class EarlierStageRunner(DeviceRunner):
 
     @torch.inference_mode()
     def run_padding(self) -> None:
-        """Run the largest possible step, of padding alone."""
+        """Run the largest possible step, of padding alone, and encode as many images as any."""
+        self.images.encode_largest()
         self.captured_step(self._largest())
 
     def captured_step(self, inputs: PlanTensors) -> StepOutputs:

@@ -14,7 +14,7 @@ import numpy as np
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.sampling.flags import GREEDY, flags_of
-from hydraspec.types import IMAGE, Continuations, ImageRows, RowSegment, StepPlan
+from hydraspec.types import Continuations, ImageRows, RowSegment, StepPlan, image_rows
 
 DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
 
@@ -94,21 +94,12 @@ def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | No
 
 def _image_rows(scheduled: Sequence[Scheduled], ahead: int) -> tuple[ImageRows, ...]:
     """The rows of prompts whose token, or the one `ahead` of it, is an image's."""
-    found, row = [], 0
+    found: list[ImageRows] = []
+    row = 0
     for item in scheduled:
-        start = item.num_computed + ahead
-        for span in item.sequence.spans if item.is_prefill else ():
-            first, stop = max(start, span.start), min(start + item.num_rows, span.end)
-            if span.kind == IMAGE and first < stop:
-                found.append(
-                    ImageRows(
-                        digest=span.digest,
-                        row=row + first - start,
-                        first=first - span.start,
-                        count=stop - first,
-                        last_position=span.end - 1,
-                    )
-                )
+        if item.is_prefill and item.sequence.spans:
+            start = item.num_computed + ahead
+            found += image_rows(item.sequence.spans, start, item.num_rows, row)
         row += item.num_rows
     return tuple(found)
 

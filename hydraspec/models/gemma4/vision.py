@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hydraspec.models.gemma4.vision_config import PatchShape, TowerShape, UnifiedShape
-from hydraspec.models.image_batch import ImageBatch, batches, fault
+from hydraspec.models.image_batch import ImageBatch, batches, fault, largest_image
 from hydraspec.models.layers import Norm
 from hydraspec.models.linear import Linear
 from hydraspec.models.parts import Weights
@@ -52,6 +52,11 @@ class ImageEncoder(Weights):
             x = self.projection.by_library(rms_norm(x, None, self.shape.eps))
             found += x.split(batch.num_tokens)
         return found
+
+    def largest_image(self) -> Image:
+        """A black image that takes as much memory to encode as any images together."""
+        shape = self.shape
+        return largest_image(shape.pool, shape.patch_values, shape.num_positions)
 
     def tokens(self, batch: ImageBatch) -> Tensor:
         """Tokens [M, E] of a batch, before the projection's norm."""

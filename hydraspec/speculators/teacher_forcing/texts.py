@@ -15,6 +15,8 @@ from torch import Tensor
 from hydraspec.models.base import TargetModel
 from hydraspec.types import (
     Completion,
+    EncodedRows,
+    ImageRows,
     KVGroupSpec,
     NotFiniteError,
     Request,
@@ -23,6 +25,7 @@ from hydraspec.types import (
     SamplingParams,
     Span,
     StepRecord,
+    image_rows,
 )
 
 BLOCK = 16  # cache rows a block
@@ -31,6 +34,8 @@ NUM_LIKELY = 16  # most likely tokens that are kept of the target's distribution
 
 
 Run = Callable[[Sequence[Request]], Iterable[StepRecord | Completion]]
+# Encoder outputs of image rows; T, the number of all rows, of the target, None of a drafter.
+Encode = Callable[[Sequence[ImageRows], int | None], EncodedRows | None]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -148,14 +153,25 @@ class Texts:
     target: NextTokens  # of every row
     num_layers: int
     vocab_size: int
+    next_encoded: EncodedRows | None = None  # rows whose following token is an image's
+    encode: Encode | None = None  # with which they were read
 
 
-def read_texts(target: TargetModel, texts: Sequence[Text], *, k: int, keep: Sequence[int]) -> Texts:
-    """Run the target over the texts; `keep` are the layers whose states are kept, ascending."""
+def read_texts(
+    target: TargetModel,
+    texts: Sequence[Text],
+    *,
+    k: int,
+    keep: Sequence[int],
+    encode: Encode | None = None,
+) -> Texts:
+    """Run the target over the texts; `keep` are the layers whose states are kept, ascending, and
+    `encode` yields the images of their prompts."""
     target = copy(target)  # kv_groups sets this copy's block size
     specs = target.kv_groups(BLOCK)
     device = target.device
     rows, first_row, table, num_blocks = _lay_out(texts, len(specs), device)
+    rows.encoded, next_encoded = _encoded(texts, encode)
     caches: list[Tensor | None] = [None] * target.num_layers
     for spec in specs:
         for layer in spec.layers:
@@ -177,7 +193,24 @@ def read_texts(target: TargetModel, texts: Sequence[Text], *, k: int, keep: Sequ
         target=_next_tokens(target, final),
         num_layers=target.num_layers,
         vocab_size=target.vocab_size,
+        next_encoded=next_encoded,
+        encode=encode,
     )
+
+
+def _encoded(
+    texts: Sequence[Text], encode: Encode | None
+) -> tuple[EncodedRows | None, EncodedRows | None]:
+    """Encoder outputs of rows that are images', and of those whose following token is one's."""
+    if encode is None:
+        return None, None
+    parts: tuple[list[ImageRows], list[ImageRows]] = [], []
+    row = 0
+    for text in texts:
+        for ahead, found in enumerate(parts):
+            found += image_rows(text.spans, ahead, len(text.token_ids), row)
+        row += len(text.token_ids)
+    return encode(parts[0], row), encode(parts[1], None)
 
 
 def _lay_out(

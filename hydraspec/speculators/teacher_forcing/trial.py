@@ -110,6 +110,7 @@ def draft_states(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
         input_ids=tokens,
         slot_mapping=texts.rows.slot_mapping[:1] * groups,
         block_tables=texts.rows.block_tables[:1] * groups,
+        encoded=texts.next_encoded if trial.head.spec.supports_mm_inputs else None,
     )
     states, feedback = head.forward(rows, hidden, caches, step=0)
     for part in _parts(texts.chains.count):
@@ -287,6 +288,7 @@ def _over_blocks(trial: Trial, texts: Texts, k: int) -> Iterator[StepStates]:
         texts.rows,
         slot_mapping=texts.rows.slot_mapping[:1] * groups,
         block_tables=texts.rows.block_tables[:1] * groups,
+        encoded=None,
     )
     head.write_context(context, head.context_features(_target_step(trial, texts)), caches)
     tokens = _tokens(trial, texts)
