@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IMAGE = "image"  # the kind of a span that is an image's
-
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Span:
