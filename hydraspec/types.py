@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
-from hydraspec.prompts import IMAGE as IMAGE
 from hydraspec.pictures import Picture as Picture
 from hydraspec.prompts import IMAGE as IMAGE
 from hydraspec.prompts import Image as Image
@@ -60,11 +59,6 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
-# A message of a chat: "role", and "content", a string or a list of parts, which are
-# {"type": "text", "text": …} or {"type": "image"}.
-Message: TypeAlias = Mapping[str, Any]
-
-
 @dataclass(slots=True, kw_only=True)
 class Request:
     """A workload line. Exactly one of prompt, messages, prompt_token_ids is given by the user.
@@ -79,7 +73,7 @@ class Request:
     id: str
     sampling: SamplingParams
     prompt: str | None = None
-    messages: Sequence[Message] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None  # content: text, or parts of it
     prompt_token_ids: list[int] | None = None
     spans: tuple[Span, ...] = ()  # of prompt_token_ids
     images: tuple[Image, ...] = ()  # of the spans of kind "image", in order

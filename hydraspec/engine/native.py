@@ -32,11 +32,14 @@ from hydraspec.engine.run.timing import Clock, StepClock
 from hydraspec.engine.schedule.admission import Admission, Cancels, Pending, obeyed
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.engine.turns import History
+from hydraspec.models.checkpoint.reader import open_checkpoint
+from hydraspec.models.pictures.format import read_picture_format
 from hydraspec.parallel.ranks import current
 from hydraspec.sampling.flags import flags_of
 from hydraspec.speculators.teacher_forcing.texts import continued, finished_texts
 from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
+    IMAGE,
     Completion,
     Image,
     NotFiniteError,
@@ -219,8 +222,12 @@ class NativeEngine(Engine):
                 flights.popleft().step.result()
 
     def tokenize(self, requests: Seq[Request]) -> None:
-        checkpoint = self.parts.config.target.checkpoint
-        tokenize(requests, self.parts.tokenizer, self.info, checkpoint)
+        config, info = self.parts.config.target, self.info
+        has_encoder, form = IMAGE in info.encoded_kinds, None
+        if has_encoder or config.max_soft_tokens is not None:
+            opened = open_checkpoint(config.checkpoint)
+            form = read_picture_format(opened, config.max_soft_tokens, has_encoder=has_encoder)
+        tokenize(requests, self.parts.tokenizer, info, config.checkpoint, form)
 
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by
@@ -286,6 +293,7 @@ class NativeEngine(Engine):
     ) -> Iterator[PositionScores] | None:
         if not can_be_forced(self.parts.runner.speculator):
             return None
+        self.parts.runner.images.learn(requests)  # a round has some of the requests
         run = partial(self.run, concurrency=None)
         num_more = self.parts.info.num_speculative_tokens
         texts = continued(finished_texts(requests, completions), num_more, run)

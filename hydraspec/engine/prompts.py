@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.engine.pictures import put_images, read_pictures
 from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.types import Message, Request, WorkloadError
+from hydraspec.types import Request, WorkloadError
 
 ANSWER = "answer-{}-of-this-conversation"  # stands in a chat for an answer not given yet
 
@@ -108,7 +109,7 @@ def _encode(every: Sequence[Request], tokenizer: Tokenizer, form: PictureFormat 
 class _Chat:
     """Messages of a conversation up to a turn, and the previous answer (None: the first turn)."""
 
-    messages: list[Message]
+    messages: list[Mapping[str, Any]]
     after: str | None
     thinking: bool | None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydraspec.config.ranges import SAMPLING_RANGES
-from hydraspec.types import Message, Picture, Request, SamplingParams, WorkloadError
+from hydraspec.types import Picture, Request, SamplingParams, WorkloadError
 from hydraspec.workloads.messages import check_order, parse_messages
 from hydraspec.workloads.pictures import read_picture
 
@@ -78,7 +78,7 @@ def parse_line(
 class _Turn:
     """The new part of a turn's prompt: messages or token ids."""
 
-    messages: list[Message] | None
+    messages: list[dict[str, Any]] | None
     token_ids: list[int] | None
 
 
@@ -189,7 +189,7 @@ class _Line:
             self.fail(f"meta: is nested too deeply; allowed are {MAX_META_DEPTH} levels")
         return value
 
-    def messages(self, value: object) -> tuple[list[Message] | None, tuple[Picture, ...]]:
+    def messages(self, value: object) -> tuple[list[dict[str, Any]] | None, tuple[Picture, ...]]:
         """The messages, and the pictures of their parts."""
         if value is None:
             return None, ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-from hydraspec.types import Message, Picture
+from hydraspec.types import Picture
 
 SPEAKERS = ("user", "assistant")  # these alternate
 PART_KEYS = {"text": {"type", "text"}, "image": {"type", "image"}}
@@ -18,11 +18,11 @@ Read: TypeAlias = Callable[[str], Picture]  # returns the picture of a path or d
 
 def parse_messages(
     value: object, refuse: Refuse, read: Read
-) -> tuple[list[Message], tuple[Picture, ...]]:
+) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
     """The messages, and the pictures of their parts in order, which the parts then lack."""
     if not isinstance(value, list) or not value:
         refuse("messages", value, f"a non-empty list of {MESSAGE}")
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     pictures: list[Picture] = []
     for i, message in enumerate(value):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:

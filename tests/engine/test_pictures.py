@@ -329,6 +329,8 @@ def test_the_form_is_the_checkpoints(tmp_path: Path) -> None:
     )
     assert unified == replace(FORM, patch_size=48, pooling=1, max_positions=1120)
     assert form(vision_config=None) is None
+    opened = Checkpoint(tmp_path, wrapper_config(), {})
+    assert read_picture_format(opened, None, has_encoder=False) is None
     assert form(model_type="mistral3") is None
     with pytest.raises(ConfigurationError, match=r"target.max_soft_tokens=70 has no meaning"):
         form(70, vision_config=None)

@@ -71,9 +71,10 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
 
 def write_wrapper(folder: Path, *, seed: int = 0, max_soft_tokens: int = 70, **how: Any) -> Any:
     """Write a random wrapper, its tokenizer and its processor's file; returns transformers' model.
-    how: see `wrapper_config`.
+    Rows of pictures are long, so that tokens depend on them. how: see `wrapper_config`.
     """
     model = make_wrapper(wrapper_config(**how), seed)
+    model.model.embed_vision.embedding_projection.weight.data *= 20
     model.save_pretrained(folder)
     write_tokenizer(folder)
     content = {"image_processor": {"max_soft_tokens": max_soft_tokens, "patch_size": 16}}

@@ -26,7 +26,7 @@ from hydraspec.engine.machine import log_once, model_length
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
-from hydraspec.types import Completion, Image, Request, Span, StepRecord
+from hydraspec.types import IMAGE, Completion, Image, Request, Span, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -233,5 +233,6 @@ def _info(parts: TransformersParts) -> EngineInfo:
         memory_bytes=memory,
         draft_spec=spec,
         quantization=parts.quantization,
+        encoded_kinds=() if parts.pictures is None else (IMAGE,),
         warnings=warnings,
     )

@@ -44,16 +44,20 @@ class PictureFormat:
     may_be_cut: bool  # False: all tokens of a picture are read in one step
 
 
-def read_picture_format(opened: Checkpoint, max_soft_tokens: int | None) -> PictureFormat | None:
-    """The form of a checkpoint's pictures; None if it has no encoder for them that is understood.
-    `max_soft_tokens` (target.max_soft_tokens) overrides the checkpoint's number.
+def read_picture_format(
+    opened: Checkpoint, max_soft_tokens: int | None, *, has_encoder: bool = True
+) -> PictureFormat | None:
+    """The form of a checkpoint's pictures; None if it has no encoder for them that is understood,
+    or the loaded target has none (`has_encoder`). `max_soft_tokens` (target.max_soft_tokens)
+    overrides the checkpoint's number.
 
     Raises:
         CheckpointError: keys of config.json or of the processor's file are out of range.
         ConfigurationError: max_soft_tokens is set, and there is no encoder.
     """
     config, where = opened.config, str(opened.folder)
-    shape = read_vision(config, where) if config.get("model_type") in READ_BY else None
+    is_read = has_encoder and config.get("model_type") in READ_BY
+    shape = read_vision(config, where) if is_read else None
     if shape is None:
         if max_soft_tokens is None:
             return None

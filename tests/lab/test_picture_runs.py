@@ -1,0 +1,65 @@
+"""Runs of workload=images from command to summary: native tokens are transformers', with
+drafts, small steps and on several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from picture_folders import write_wrapper
+
+import hydraspec
+
+SIZE = ("workload.num_requests=8", "sampling.max_tokens=6", "sampling.ignore_eos=true")
+
+
+class Runs:
+    """Runs over one random wrapper, whose tokens depend on the pictures."""
+
+    def __init__(self, folder: Path, *, bidirectional: bool) -> None:
+        self._folder, self._num_runs = folder, 0
+        write_wrapper(folder / "target", seed=1, bidirectional=bidirectional)
+        self.outputs = self.tokens(self.summary("engine=transformers", "method=none"))
+
+    def summary(self, *overrides: str) -> dict[str, Any]:
+        self._num_runs += 1
+        target = ("target=custom", f"target.checkpoint={self._folder}/target")
+        others = ("target.dtype=float32", "tracker=none", "workload=images", *SIZE)
+        place = f"hydra.run.dir={self._folder}/{self._num_runs}"
+        return hydraspec.run([*target, *others, place, *overrides])
+
+    def tokens(self, summary: dict[str, Any]) -> list[list[int]]:
+        assert summary["num_errors"] == 0
+        text = (Path(summary["run_dir"]) / "requests.jsonl").read_text(encoding="utf-8")
+        return [json.loads(row)["output_token_ids"] for row in text.splitlines()]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["causal", "bidirectional"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), bidirectional=request.param)
+
+
+def test_tokens_are_transformers(runs: Runs) -> None:
+    found = runs.summary("engine=native", "method=none")
+    assert runs.tokens(found) == runs.outputs
+    # Of each category two questions, of which some have the same text.
+    assert len({tuple(output) for output in runs.outputs}) > 4
+    assert found["num_image_tokens"] > 8 * 48
+
+
+def test_small_steps_and_drafts_change_no_token(runs: Runs) -> None:
+    """A step holds little more than one picture."""
+    small = ("engine.max_num_batched_tokens=80", "engine.max_num_seqs=4", "workload.concurrency=4")
+    found = runs.summary("engine=native", "method=ngram", *small)
+    assert runs.tokens(found) == runs.outputs
+    assert found["lossless"]["verdict"] == "identical"
+    assert found["num_image_tokens"] == found["baseline"]["num_image_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["tp2", "pp2", "dp2"])
+def test_ranks_change_no_token(runs: Runs, parallelism: str) -> None:
+    found = runs.summary("engine=native", "method=none", f"parallelism={parallelism}")
+    assert runs.tokens(found) == runs.outputs
