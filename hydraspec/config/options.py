@@ -79,6 +79,8 @@ class SuffixOptions:
         max_cache_mib: MiB of host memory that these take at most.
         max_spec_factor: drafts at most, for each token of the match.
         min_token_prob: least probability of a draft and all before it, by counts.
+        min_acceptance: least share of a step's requests that are expected to accept a draft at a
+            position, by recent steps; below it the step has no rows there. 0: it always has.
     """
 
     max_tree_depth: int = dataclasses.field(default=24, metadata=between(2, 64))
@@ -86,6 +88,7 @@ class SuffixOptions:
     max_cache_mib: int = dataclasses.field(default=1024, metadata=between(1, 65536))
     max_spec_factor: float = dataclasses.field(default=1.0, metadata=between(0.1, 32))
     min_token_prob: float = dataclasses.field(default=0.1, metadata=between(0, 1))
+    min_acceptance: float = dataclasses.field(default=0.15, metadata=between(0, 1))
 
 
 def options_of(method: object) -> type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class DraftedText(ABC):
@@ -19,9 +20,31 @@ class DraftedText(ABC):
         """
 
 
+@dataclass(slots=True, frozen=True)
+class Lookup:
+    """Drafts that the device copies from a request's own text, where a step in flight has sampled
+    other tokens than the host proposed."""
+
+    longest: int  # tokens of a match at most
+    factor: float  # drafts at most, for each token of the match
+
+    @property
+    def fewest(self) -> int:
+        """Drafts after a match of one token, one at least."""
+        return max(1, int(self.factor))
+
+
 class HostDrafts(ABC):
     """Proposes drafts on the host. The same texts in the same order give the same drafts, on every
-    rank."""
+    rank.
+
+    Attributes:
+        lookup: None: drafts are those of the host alone.
+        min_acceptance: see StepDrafts.
+    """
+
+    lookup: Lookup | None = None
+    min_acceptance = 0.0
 
     @abstractmethod
     def new_text(self) -> DraftedText:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hydraspec.config.options import NgramOptions
 from hydraspec.config.schema import RunConfig
@@ -39,23 +40,32 @@ class NgramSpeculator(BaseSpeculator):
 
 def continued(text: Tensor, last: Tensor, num_drafts: int, least: int, most: int) -> Tensor:
     """Drafts [B, K] for texts [B, W] that end at column `last` [B]; -1 for a text whose last
-    `least` tokens did not stand together before.
-
-    The place copied from is the end of the longest match of at most `most` tokens, and the latest
-    of several.
+    `least` tokens did not stand together before. They are copied from `longest_match`.
     """
-    columns = torch.arange(text.shape[1], device=text.device)
-    end = last[:, None]
-    matches = columns < end  # [B, W] the last tokens so far looked at stand before this column too
+    place, length = longest_match(text, last, most)
+    return torch.where(length >= least, copied(text, last, place, num_drafts), -1)
+
+
+def longest_match(text: Tensor, last: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Where the last tokens of texts [B, W] that end at column `last` [B] stood before: the column
+    [B, 1] at the end of the longest match, of several the latest, and its tokens [B, 1], at most
+    `most` and 0 without any."""
+    width, columns = text.shape[1], torch.arange(text.shape[1], device=text.device)
+    back = columns[:most]
+    tokens = text.gather(1, (last[:, None] - back).clamp_min(0))  # [B, most] the newest first
+    before = functional.pad(text, (most, 0), value=-1)
+    matches = columns < last[:, None]  # [B, W] the last tokens looked at so far stand here too
     length = torch.zeros_like(text)
-    for back in range(most):
-        token = text.gather(1, (end - back).clamp_min(0))
-        before = torch.roll(text, back, 1)
-        matches = matches & (before == token) & (columns >= back)
+    for i in range(back.shape[0]):
+        matches &= before[:, most - i : most - i + width] == tokens[:, i : i + 1]
         length += matches
-    found, place = (length * text.shape[1] + columns).max(1, keepdim=True)
-    is_long = found >= least * text.shape[1]
-    period = (end - place).clamp_min(1)
+    found, place = (length * width + columns).max(1, keepdim=True)
+    return place, found // width
+
+
+def copied(text: Tensor, last: Tensor, place: Tensor, num_drafts: int) -> Tensor:
+    """The tokens [B, K] after column `place` [B, 1] of texts that end at column `last` [B], and go
+    on repeating themselves there."""
+    period = (last[:, None] - place).clamp_min(1)
     ahead = torch.arange(num_drafts, device=text.device)
-    drafts = text.gather(1, (place + 1 + ahead % period).clamp_max(text.shape[1] - 1))
-    return torch.where(is_long, drafts, -1)
+    return text.gather(1, (place + 1 + ahead % period).clamp_max(text.shape[1] - 1))

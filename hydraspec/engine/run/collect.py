@@ -78,6 +78,8 @@ class Collector:
             emitted = tokens[place][: num_sampled[place]]
             valid = emitted[:-1] if not_finite[place] else emitted
             requests.append(self._apply(item, drafts[place], emitted, valid, now))
+            if self._scheduler.step_drafts is not None:
+                self._scheduler.step_drafts.observe(item, requests[-1].num_accepted)
             sequence.survivals = survivals[place]
             sequence.num_worthwhile = self._num_worthwhile(survivals[place])
             if len(valid) < len(emitted) and sequence.finish_reason is None:

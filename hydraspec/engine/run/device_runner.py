@@ -306,7 +306,9 @@ class DeviceRunner(Runner):
         """Write the drafts that the host proposes for this step, if any, once the state has the
         results of the steps before."""
         if plan.continuations is not None:
-            write_drafts(self.state, plan.continuations, plan.num_speculative_tokens)
+            drafts = self.speculator.host_drafts
+            lookup = None if drafts is None else drafts.lookup
+            write_drafts(self.state, plan.continuations, plan.num_speculative_tokens, lookup)
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Launch one part; returns `packed_results` of the plan's requests, then of padding."""

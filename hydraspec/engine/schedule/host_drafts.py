@@ -6,22 +6,38 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from hydraspec.engine.schedule.draft_lengths import lengths_up_to
-from hydraspec.engine.schedule.sequence import Sequence
+from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.host import HostDrafts
 
+PRIOR = 0.6  # share of drafts accepted, before any was verified
+WEIGHT = 0.15  # of the newest step, in a request's share
+WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run
+RETURN = 0.002  # of the way back to PRIOR, in a step without drafts
+EPSILON = 1e-9  # for sums of equal shares
+
 
 class StepDrafts:
-    """Proposes continuations of requests, and chooses the number of drafts of each step."""
+    """Proposes continuations of requests, and chooses the number of drafts of each step.
+
+    A step has rows for all requests at each position that any draft takes. A position is left out
+    where fewer than `min_acceptance` of the requests are expected to accept their draft there, by
+    the shares that recent steps accepted: a request begins with the share of the run, or with as
+    much as one try needs. A share grows slowly where a request has no drafts, so that they are
+    tried again.
+    """
 
     def __init__(self, drafts: HostDrafts, most: int) -> None:
         """most: drafts of a request, K."""
         self._drafts, self._most = drafts, most
+        self._acceptance = PRIOR  # share of drafts accepted recently, of all requests
+        self._fewest_ahead = 0 if drafts.lookup is None else min(drafts.lookup.fewest, most)
         lengths = lengths_up_to(most)
         self._length_for = [min(n for n in lengths if n >= count) for count in range(most + 1)]
 
     def start_over(self) -> None:
         """Begin a run, without outputs of earlier ones."""
+        self._acceptance = PRIOR
         self._drafts.start_over()
 
     def finished(self, output_token_ids: Seq[int]) -> None:
@@ -29,20 +45,54 @@ class StepDrafts:
         self._drafts.finished(output_token_ids)
 
     def propose(self, sequences: Iterable[Sequence]) -> int:
-        """Set the continuation of each sequence that decodes next; returns the draft length of the
-        step: the most drafts that any of them has, rounded up to a length that has graphs."""
-        longest = 0
-        for sequence in sequences:
-            if not sequence.decodes_next:
-                continue
-            if sequence.drafted is None:
-                sequence.drafted = self._drafts.new_text()
-            num_pending = 0 if sequence.in_flight is None else sequence.num_undecided + 1
-            found = sequence.drafted.continuation(sequence.token_ids, num_pending)
-            sequence.continuation = found
-            # A step in flight samples one token at least.
-            longest = max(longest, len(found) - (num_pending > 0))
-        return self._length_for[min(longest, self._most)]
+        """Set the continuations of the sequences that decode next, if any is worth a row; returns
+        the draft length of the step: as many drafts as are, rounded up to a length that has
+        graphs."""
+        decoding = [sequence for sequence in sequences if sequence.decodes_next]
+        shares = [self._share(sequence) for sequence in decoding]
+        least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
+        if sum(shares) < least:  # no text is read until drafts are tried again
+            return self._length_for[0]
+        expected = [0.0] * self._most
+        for sequence, share in zip(decoding, shares, strict=True):
+            sequence.num_proposed = self._continue(sequence)
+            for position in range(sequence.num_proposed):
+                expected[position] += share
+        length = self._most
+        while length and expected[length - 1] < least:
+            length -= 1
+        return self._length_for[length]
+
+    def _continue(self, sequence: Sequence) -> int:
+        """Set the continuation of a sequence; returns the drafts that its next step may have."""
+        if sequence.drafted is None:
+            sequence.drafted = self._drafts.new_text()
+        num_pending = 0 if sequence.in_flight is None else sequence.num_undecided + 1
+        found = sequence.drafted.continuation(sequence.token_ids, num_pending)
+        sequence.continuation = found
+        num_drafts = len(found) - num_pending
+        if num_pending:
+            num_drafts = max(num_drafts, self._fewest_ahead)
+        return max(0, min(num_drafts, self._most))
+
+    def observe(self, item: Scheduled, num_accepted: int) -> None:
+        """Note how many drafts of a request's share of a step were accepted."""
+        if item.is_prefill:
+            return
+        sequence = item.sequence
+        share = self._share(sequence)
+        if item.num_proposed:
+            accepted = min(1.0, num_accepted / item.num_proposed)
+            share += WEIGHT * (accepted - share)
+            self._acceptance += WEIGHT_IN_RUN * (accepted - self._acceptance)
+        else:
+            share += RETURN * (PRIOR - share)
+        sequence.acceptance = share
+
+    def _share(self, sequence: Sequence) -> float:
+        """Share of drafts that a request is expected to accept."""
+        known = sequence.acceptance
+        return max(self._acceptance, self._drafts.min_acceptance) if known is None else known
 
 
 def build_step_drafts(speculator: BaseSpeculator) -> StepDrafts | None:

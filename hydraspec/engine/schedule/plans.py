@@ -79,17 +79,17 @@ class PlanBuilder:
 
 
 def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | None:
-    """Continuations of the decodes that verify drafts, where any has one."""
+    """Continuations of the decodes that verify drafts, where any has one or may have one on the
+    device."""
     verifying = [item.sequence for item in scheduled if item.num_drafts]
-    if not any(sequence.continuation for sequence in verifying):
+    if not any(sequence.num_proposed for sequence in verifying):
         return None
-    numbers = np.full((len(verifying), 2 * k + 3), -1, dtype=np.int64)
-    for row, sequence in zip(numbers, verifying, strict=True):
+    missing, rows = [-1] * (2 * k + 1), []
+    for sequence in verifying:
         found = sequence.continuation
-        row[:2] = sequence.slot, sequence.num_tokens
-        row[2 : 2 + len(found)] = found
+        rows.append([sequence.slot, sequence.num_tokens, *found, *missing[len(found) :]])
     is_ahead = any(sequence.in_flight is not None for sequence in verifying)
-    return Continuations(numbers=numbers, is_ahead=is_ahead)
+    return Continuations(numbers=np.array(rows, dtype=np.int64), is_ahead=is_ahead)
 
 
 def _image_rows(scheduled: Sequence[Scheduled], ahead: int) -> tuple[ImageRows, ...]:

@@ -30,6 +30,8 @@ class Sequence(OfferedRequest):
     num_worthwhile: int | None = None  # drafts to verify, the first ones; None: all
     drafted: DraftedText | None = None  # of a drafter on the host
     continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
+    num_proposed: int = 0  # drafts that this may give the next step
+    acceptance: float | None = None  # share of them that recent steps accepted; None: none yet
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
@@ -87,6 +89,7 @@ class Scheduled:
     is_prefill: bool
     samples: bool  # the rows reach the sequence's newest token
     number: int = 0  # of the step, from 1, once the step is launched
+    num_proposed: int = 0  # drafts of a drafter on the host, as far as the step has rows for them
 
     @property
     def seq_len(self) -> int:

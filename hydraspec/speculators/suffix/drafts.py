@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydraspec.config.options import SuffixOptions
-from hydraspec.speculators.host import DraftedText, HostDrafts
+from hydraspec.speculators.host import DraftedText, HostDrafts, Lookup
 from hydraspec.speculators.suffix.trie import BYTES_PER_NODE, ROOT, Limits, Path, SuffixTrie
 
 NUM_GENERATIONS = 2
+LONGEST_LOOKUP = 4  # tokens of a match on the device; longer ones accept no more
 
 
 class FinishedOutputs:
@@ -20,7 +21,7 @@ class FinishedOutputs:
         self._most_texts = options.max_cached_requests // NUM_GENERATIONS
         num_bytes = options.max_cache_mib << 20
         self._most_nodes = num_bytes // BYTES_PER_NODE // NUM_GENERATIONS
-        self.tries: list[SuffixTrie] = []  # the newest first
+        self.tries: tuple[SuffixTrie, ...] = ()  # the newest first
 
     @property
     def num_nodes(self) -> int:
@@ -40,7 +41,7 @@ class FinishedOutputs:
         longest = self._most_nodes // (2 * self._depth)
         if not self.tries or self._is_full(self.tries[0], min(len(token_ids), longest)):
             newest = SuffixTrie(self._depth, self._vocab_size)
-            self.tries = [newest, *self.tries[: NUM_GENERATIONS - 1]]
+            self.tries = (newest, *self.tries[: NUM_GENERATIONS - 1])
         self.tries[0].append(token_ids[:longest])
         self.tries[0].end_text()
 
@@ -76,32 +77,22 @@ class _SuffixText(DraftedText):
     def __init__(self, drafts: SuffixDrafts) -> None:
         self._drafts = drafts
         self._own = SuffixTrie(drafts.options.max_tree_depth, drafts.vocab_size)
+        self._tries: tuple[SuffixTrie, ...] = ()
         self._matches: list[_Match] = []
 
     def continuation(self, token_ids: Sequence[int], num_pending: int) -> list[int]:
-        options = self._drafts.options
-        limits = Limits(
-            most=self._drafts.num_drafts + num_pending,
-            num_pending=num_pending,
-            factor=options.max_spec_factor,
-            min_prob=options.min_token_prob,
-        )
+        limits = self._drafts.limits[num_pending]
         self._own.append(token_ids[len(self._own.text) :])
         best = self._own.best_path(self._own.tail, limits)
-        for match in self._of_finished():
+        if self._tries is not self._drafts.outputs.tries:
+            self._tries = self._drafts.outputs.tries
+            known = {id(match.trie): match for match in self._matches}
+            self._matches = [known.get(id(trie)) or _Match(trie) for trie in self._tries]
+        for match in self._matches:
             path = match.path(token_ids, limits)
             if path.score > best.score:
                 best = path
         return best.tokens
-
-    def _of_finished(self) -> list[_Match]:
-        tries = self._drafts.outputs.tries
-        if len(tries) != len(self._matches) or any(
-            match.trie is not trie for match, trie in zip(self._matches, tries, strict=True)
-        ):
-            known = {id(match.trie): match for match in self._matches}
-            self._matches = [known.get(id(trie)) or _Match(trie) for trie in tries]
-        return self._matches
 
 
 class SuffixDrafts(HostDrafts):
@@ -117,6 +108,18 @@ class SuffixDrafts(HostDrafts):
 
     def __init__(self, options: SuffixOptions, num_drafts: int, vocab_size: int) -> None:
         self.options, self.num_drafts, self.vocab_size = options, num_drafts, vocab_size
+        longest = min(LONGEST_LOOKUP, options.max_tree_depth - 1)
+        self.lookup = Lookup(longest, options.max_spec_factor)
+        self.min_acceptance = options.min_acceptance
+        self.limits = [  # by the tokens that a step in flight may sample
+            Limits(
+                most=num_drafts + num_pending,
+                num_pending=num_pending,
+                factor=options.max_spec_factor,
+                min_prob=options.min_token_prob,
+            )
+            for num_pending in range(num_drafts + 2)
+        ]
         self.start_over()
 
     def new_text(self) -> DraftedText:
