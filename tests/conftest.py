@@ -100,9 +100,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What imports and collection have made stays: the collector need not look at it again, nor as
     often at what tests make (a tenth of the time where they compose a configuration)."""
+    gc.set_threshold(20_000, 10, 10)
+    gc.unfreeze = _nothing_unfrozen
+
+
+def _nothing_unfrozen() -> None:
+    """Runs call `gc.unfreeze` when they end, which gives all objects of the process back to the
+    collector: every later collection of the worker would take a second."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected_once() -> None:
+    """What earlier modules left alive (imports, caches, checkpoints) is looked at once."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 def _own_limit(item: pytest.Item) -> tuple[float, ...]:
