@@ -11,6 +11,7 @@ from typing import Any
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models.checkpoint.config_reader import ConfigReader, text_part
 from hydraspec.models.checkpoint.reader import Checkpoint
+from hydraspec.models.gemma4.config import images_see_ahead
 from hydraspec.models.gemma4.vision_config import DEFAULTS, KEY, read_vision
 from hydraspec.pictures import MAX_SOFT_TOKENS
 
@@ -78,7 +79,7 @@ def read_picture_format(
         begin_id=begin,
         image_id=image,
         end_id=end,
-        may_be_cut=text_part(config).get("use_bidirectional_attention") != "vision",
+        may_be_cut=not images_see_ahead(config),
     )
 
 
