@@ -8,6 +8,7 @@ E width of the encoder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -141,12 +142,11 @@ class TowerLayer(Weights):
         """The stream after the layer, for h [n, N, E]; turn: cosines and sines [n, N, 1, H]; mask
         [n, 1, 1, N]: the patches that every patch sees, None for all of them.
         """
-        n = h.shape[0]
         x = self.attend(_normed(h, self.input_norm), turn, mask)
         h = h + _normed(x, self.post_attention_norm)
         x = _normed(h, self.pre_mlp_norm).flatten(0, 1)
         x = F.gelu(self.gate.forward(x), approximate="tanh") * self.up.forward(x)
-        return h + _normed(self.down.forward(x), self.post_mlp_norm).unflatten(0, (n, -1))
+        return h + _normed(self.down.forward(x), self.post_mlp_norm).view(h.shape)
 
     def attend(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """The attention's output [n, N, E] for x [n, N, E], normed; the scores have no scale."""
@@ -159,11 +159,11 @@ class TowerLayer(Weights):
         )
         q, k = _turned(_normed(q, self.q_norm), turn), _turned(_normed(k, self.k_norm), turn)
         v = rms_norm(v, None, self.q_norm.eps)
-        heads = (each.transpose(1, 2) for each in (q, k, v))
-        x = F.scaled_dot_product_attention(
-            *heads, attn_mask=mask, scale=1.0, enable_gqa=self.shares_heads
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        found = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=1.0, enable_gqa=self.shares_heads
         )
-        return self.out.forward(x.transpose(1, 2).flatten(2).flatten(0, 1)).unflatten(0, (n, -1))
+        return self.out.forward(found.transpose(1, 2).flatten(2).flatten(0, 1)).view(x.shape)
 
 
 def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -217,7 +217,9 @@ class VisionTower(ImageEncoder):
         turn = self._turn(batch.positions.view(*h.shape[:2], 2))
         for layer in self.layers:
             h = layer.forward(h, turn, mask)
-        pooled = h.flatten(0, 1)[batch.cells].to(self.wide).mean(1) * self.shape.hidden_size**0.5
+        pooled = h.flatten(0, 1)[batch.cells].to(self.wide).mean(1) * math.sqrt(
+            self.shape.hidden_size
+        )
         if self.std_bias is not None and self.std_scale is not None:
             pooled = (pooled - self.std_bias.to(self.wide)) * self.std_scale.to(self.wide)
         return pooled
