@@ -126,7 +126,8 @@ OWNERS = {
     "jinja2": ["hydraspec/study/html.py"],
     "PIL": ["hydraspec/models/pictures/decoding.py"],
 }
-LAZY = {"PIL", "scipy", "wandb", "wandb_workspaces", "datasets", "pyarrow", "vllm"}  # inside functions
+# Packages that are imported inside functions only.
+LAZY = {"PIL", "scipy", "wandb", "wandb_workspaces", "datasets", "pyarrow", "vllm"}
 
 
 def room_of(path: str) -> str:
