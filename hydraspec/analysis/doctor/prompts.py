@@ -70,9 +70,8 @@ def wordings(
     """
     if tokenizer is None or any(r.messages is None and r.prompt is None for r in requests):
         return
-    if any(
-        r.spans or not isinstance(m["content"], str) for r in requests for m in r.messages or ()
-    ):
+    contents = [message["content"] for r in requests for message in r.messages or ()]
+    if any(r.spans for r in requests) or not all(isinstance(each, str) for each in contents):
         return
     chats = requests[0].messages is not None
     says = "prompts go through the target's chat template" if chats else "prompts are plain text"
