@@ -20,7 +20,7 @@ from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.pictures.patches import digest, to_image
 from hydraspec.types import IMAGE, Image, Picture, Request, Span, WorkloadError
 
-GROUP = 4  # pictures of a decoding process, whose pixels are on the disk together
+GROUP = 16  # pictures of a decoding process, whose pixels are on the disk together
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,7 +107,7 @@ def _decode_into(file: int, content: bytes) -> Any:
         pixels = decoding.decode(content)
     except WorkloadError as error:
         return str(error)
-    first, rest = os.lseek(file, 0, os.SEEK_END), memoryview(np.ascontiguousarray(pixels)).cast("B")
+    first, rest = os.lseek(file, 0, os.SEEK_END), np.ascontiguousarray(pixels).data.cast("B")
     while rest:
         rest = rest[os.write(file, rest) :]
     return first, pixels.shape

@@ -135,8 +135,8 @@ def _lines(config: RunConfig) -> _Lines:
     if added is not None:
         name, lines = f"workload={added.name}", _lines_of(added, config)
     elif size.name == DRAWN:
-        name, made = f"workload={DRAWN}", drawn.lines(size, config.seed)
-        lines = (json.dumps(line).encode() for line in made)
+        name, questions = f"workload={DRAWN}", drawn.lines(size, config.seed)
+        lines = (json.dumps(line).encode() for line in questions)
     else:
         name, content = workload_files.of_workload(size)
         if size.name in published.FORMATS:

@@ -63,12 +63,15 @@ def wordings(
     requests: Sequence[Request], tokenizer: Tokenizer | None, drafters: Tokenizer | None
 ) -> Iterator[Wording]:
     """Other wordings of tokenised requests, without those that give the same tokens as another.
-    Nothing for requests that were given as token ids.
+    Nothing for requests that were given as token ids, or have parts that are no text.
 
     tokenizer: the target's.
     drafters: the one in the drafter's folder; its template may be that of the drafter's training.
     """
     if tokenizer is None or any(r.messages is None and r.prompt is None for r in requests):
+        return
+    contents = [message["content"] for r in requests for message in r.messages or ()]
+    if any(r.spans for r in requests) or not all(isinstance(each, str) for each in contents):
         return
     chats = requests[0].messages is not None
     says = "prompts go through the target's chat template" if chats else "prompts are plain text"

@@ -68,5 +68,5 @@ def digest(pixels: np.ndarray, form: PictureFormat) -> str:
     """Digest of a picture and of the form in which it is read: equal for equal images."""
     shape = (*pixels.shape, form.patch_size, form.pooling, form.max_tokens)
     found = hashlib.sha256(repr(shape).encode())
-    found.update(np.ascontiguousarray(pixels))
+    found.update(np.ascontiguousarray(pixels).data)
     return found.hexdigest()

@@ -77,7 +77,7 @@ def to_image(data: Plain) -> Image:
 
 def _from_array(array: np.ndarray) -> Plain:
     content = np.ascontiguousarray(array)
-    return [content.dtype.str, content.shape, base64.b64encode(content).decode("ascii")]
+    return [content.dtype.str, content.shape, base64.b64encode(content.data).decode("ascii")]
 
 
 def _to_array(data: Plain) -> np.ndarray:

@@ -16,7 +16,7 @@ from hydraspec.analysis.doctor.run import drafts_by_request, other_wordings
 from hydraspec.analysis.doctor.scores import score
 from hydraspec.models.checkpoint.reader import resolve_folder
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
-from hydraspec.types import Request, SamplingParams
+from hydraspec.types import Request, SamplingParams, Span
 from hydraspec.workloads import reading as workloads
 
 CHATML = (
@@ -58,6 +58,15 @@ def test_wordings_are_those_the_tokenizer_knows(tokenizer: Tokenizer) -> None:
 def test_prompts_of_token_ids_have_no_other_wording(tokenizer: Tokenizer) -> None:
     request = Request(index=0, id="0", sampling=SamplingParams(), prompt_token_ids=[5, 6])
     assert list(wordings([request], tokenizer, None)) == []
+
+
+def test_prompts_with_pictures_have_no_other_wording(tokenizer: Tokenizer) -> None:
+    """Other tokens would leave spans at the wrong places; parts are no text that a form takes."""
+    image = Span(kind="image", start=1, length=2, digest="aa", may_be_cut=True)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    (plain,) = asked(tokenizer, plain=False)
+    for request in (replace(plain, spans=(image,)), replace(plain, messages=parts)):
+        assert list(wordings([request], tokenizer, None)) == []
 
 
 def test_requests_without_room_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
