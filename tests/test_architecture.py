@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "workloads": {"types", "config", "pictures", "plugins", "shipped"},
     "lab": {
         *("signals", "types", "config", "metrics", "engine.base", "factory", "study"),
-        *("version", "models.tokenizer", "models.checkpoint.reader", "workloads"),
+        *("version", "shipped", "models.tokenizer", "models.checkpoint.reader", "workloads"),
+        "models.checkpoint.config_reader",
         "speculators.registry",
     },
     "bench": {

@@ -21,6 +21,7 @@ from hydraspec.cli.ranks import PROGRAM
 from hydraspec.config.messages import refusal
 from hydraspec.errors import UserError
 from hydraspec.lab.outcome import DIVERGED, OK, Outcome, exit_status, last_line, outcome
+from hydraspec.lab.resolution import check_formats
 from hydraspec.parallel import torchrun
 from hydraspec.signals import interrupts_stay_interrupts
 
@@ -41,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
                 return 0
             planned = plan(args.overrides, multirun=args.multirun, config_name=args.config_name)
             torchrun.check_size([job.config for job in planned.jobs])
+            check_formats(job.config for job in planned.jobs)
             with _checked_folder(planned):
                 ending.status = _run_jobs(planned)
         return torchrun.end(ending.status)

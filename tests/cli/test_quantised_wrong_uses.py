@@ -17,6 +17,7 @@ from tiny_targets import edit_config, rewrite
 from torch import Tensor
 from written_formats import DOWN, FORMATS, INT4, compressed, write_formats
 
+from hydraspec.__main__ import main
 from hydraspec.adapters.transformers.loading import load_parts
 from hydraspec.cli.compose import plan
 from hydraspec.config import RunConfig
@@ -24,6 +25,7 @@ from hydraspec.engine import splits
 from hydraspec.engine.run.loading import load
 from hydraspec.errors import UserError
 from hydraspec.factory import resolve_drafter
+from hydraspec.lab.resolution import check_formats
 from hydraspec.models import load_target
 from hydraspec.models.checkpoint.reader import resolve_folder
 
@@ -243,6 +245,35 @@ def test_keys(name: str) -> None:
     error = refused(lambda config: None, *typed)
     assert error.exit_code == 2
     assert says in str(error)
+
+
+def test_formats_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Catches two models whose speeds are compared as if they differed in their formats alone."""
+    typed = ["experiment=formats", "method=eagle3", *TYPED, f"hydra.sweep.dir={tmp_path / 'out'}"]
+    assert main([*typed, "target=tiny_gemma4,tiny_gemma4_fp8,tiny_qwen3"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("hydraspec:") == 1
+    assert "target=tiny_qwen3 is another model than tiny_gemma4: model_type is qwen3, not " in said
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["tiny_gemma4", "tiny_gemma4_fp8", "tiny_gemma4_fp8_block", "tiny_gemma4_w4a16"],
+        ["tiny_mistral", "tiny_mistral_fp8"],
+        ["gemma4_31b", "gemma4_31b_fp8", "gemma4_31b_w4a16"],
+        ["gemma4_26b_a4b", "gemma4_26b_a4b_fp8"],
+    ],
+    ids=lambda targets: targets[0],
+)
+def test_formats_of_one_model(targets: list[str]) -> None:
+    compared = ("metrics.compare_formats=true", "method=none")
+    configs = [config_of(f"target={name}", *compared) for name in targets]
+    check_formats(configs)
+    with pytest.raises(UserError, match="is another model than"):
+        check_formats([*configs, config_of("target=qwen3_8b", *compared)])
+    check_formats([*configs, config_of("target=qwen3_8b", "method=none")])
 
 
 def test_files_of_llama_cpp(written: Path, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.host import HostDrafts
 
-PRIOR = 0.6  # share of drafts accepted, before any was verified
-WEIGHT = 0.15  # of the newest step, in a request's share
+PRIOR = 0.6  # share of drafts accepted in a run, before any was verified
 WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run
-RETURN = 0.002  # of the way back to PRIOR, in a step without drafts
+MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
+NUM_PRIOR = 2
+KEPT = 0.99  # part of these that still counts after a step without drafts
+RETURN = 0.002  # of the way back to PRIOR, in a step without drafts of any request
 EPSILON = 1e-9  # for sums of equal shares
 
 
@@ -22,9 +24,8 @@ class StepDrafts:
 
     A step has rows for all requests at each position that any draft takes. A position is left out
     where fewer than `min_acceptance` of the requests are expected to accept their draft there, by
-    the shares that recent steps accepted: a request begins with the share of the run, or with as
-    much as one try needs. A share grows slowly where a request has no drafts, so that they are
-    tried again.
+    the shares that recent steps of each request, and of the run, accepted. Without drafts these
+    shares grow slowly, so that drafts are tried again.
     """
 
     def __init__(self, drafts: HostDrafts, most: int) -> None:
@@ -52,7 +53,7 @@ class StepDrafts:
         shares = [self._share(sequence) for sequence in decoding]
         least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
         if sum(shares) < least:  # no text is read until drafts are tried again
-            return self._length_for[0]
+            return self._without_drafts()
         expected = [0.0] * self._most
         for sequence, share in zip(decoding, shares, strict=True):
             sequence.num_proposed = self._continue(sequence)
@@ -61,7 +62,11 @@ class StepDrafts:
         length = self._most
         while length and expected[length - 1] < least:
             length -= 1
-        return self._length_for[length]
+        return self._length_for[length] if length else self._without_drafts()
+
+    def _without_drafts(self) -> int:
+        self._acceptance += RETURN * (PRIOR - self._acceptance)
+        return 0
 
     def _continue(self, sequence: Sequence) -> int:
         """Set the continuation of a sequence; returns the drafts that its next step may have."""
@@ -80,19 +85,18 @@ class StepDrafts:
         if item.is_prefill:
             return
         sequence = item.sequence
-        share = self._share(sequence)
-        if item.num_proposed:
-            accepted = min(1.0, num_accepted / item.num_proposed)
-            share += WEIGHT * (accepted - share)
-            self._acceptance += WEIGHT_IN_RUN * (accepted - self._acceptance)
-        else:
-            share += RETURN * (PRIOR - share)
-        sequence.acceptance = share
+        if not item.num_proposed:
+            sequence.num_judged *= KEPT
+            return
+        share = min(1.0, num_accepted / item.num_proposed)
+        sequence.num_judged = min(MOST_STEPS, sequence.num_judged + 1)
+        sequence.acceptance += (share - sequence.acceptance) / max(1.0, sequence.num_judged)
+        self._acceptance += WEIGHT_IN_RUN * (share - self._acceptance)
 
     def _share(self, sequence: Sequence) -> float:
         """Share of drafts that a request is expected to accept."""
-        known = sequence.acceptance
-        return max(self._acceptance, self._drafts.min_acceptance) if known is None else known
+        of_run, of_request = self._acceptance * NUM_PRIOR, sequence.acceptance * sequence.num_judged
+        return (of_run + of_request) / (NUM_PRIOR + sequence.num_judged)
 
 
 def build_step_drafts(speculator: BaseSpeculator) -> StepDrafts | None:

@@ -31,7 +31,8 @@ class Sequence(OfferedRequest):
     drafted: DraftedText | None = None  # of a drafter on the host
     continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
     num_proposed: int = 0  # drafts that this may give the next step
-    acceptance: float | None = None  # share of them that recent steps accepted; None: none yet
+    acceptance: float = 0.0  # share of them that recent steps accepted,
+    num_judged: float = 0.0  # and the number of these steps
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
