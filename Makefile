@@ -14,8 +14,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE_FILES := pyproject.toml constraints.txt
 ARGS ?=
-# Two workers keep a module's tests together, so that a checkpoint fixture loads once.
-PYTEST_ARGS ?= -q -n 2 --dist loadfile
+# Two workers keep a module's tests together, so that a checkpoint fixture loads once. Modules come by name: the last ones are
+# short, where xdist would begin those of few tests last, long ones among them, which leaves a worker idle.
+PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from installed import install
@@ -62,46 +63,53 @@ def carried_out(folder: Path, commands: Sequence[str]) -> str:
     return done.stdout
 
 
+class CarriedOut(NamedTuple):
+    """The folder of the package, and what the page's commands printed."""
+
+    folder: Path
+    said: str
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, installed and trained by the page's first commands."""
+def page(tmp_path_factory: pytest.TempPathFactory) -> CarriedOut:
+    """The page from its first command to its last, on fewer and shorter answers."""
     folder = installed_from_the_page(tmp_path_factory.mktemp("bigram"))
     install_it, *commands = COMMANDS.splitlines()
     assert install_it == "pip install -e ."
     assert len(commands) == 3
     commands[2] += f"{SHORT} workload.limit=5 hydra.run.dir=drafted"
-    said = carried_out(folder, [*commands, "python -m pytest -q -p no:cacheprovider tests"])
-    assert "1 passed" in said
-    return folder
+    few = f"{SHORT} workload.limit=4"
+    *of_run, doctor, predict = OTHERS.splitlines()
+    of_run[0] += f"{few} metrics.all_positions=true"
+    others = [*of_run, doctor + few, f"{predict}{few} --drafts 3 --concurrency 1"]
+    of_the_test = "python -m pytest -q -p no:cacheprovider tests"
+    return CarriedOut(folder, carried_out(folder, [*commands, of_the_test, *others]))
 
 
-def test_the_page_works(trained: Path) -> None:
+def test_the_page_works(page: CarriedOut) -> None:
     """Its commands run and its own test passes; drafts are accepted and no token changes."""
-    summary = json.loads((trained / "drafted" / "summary.json").read_text())
+    assert "1 passed" in page.said
+    summary = json.loads((page.folder / "drafted" / "summary.json").read_text())
     assert (summary["method"], summary["num_speculative_tokens"]) == ("bigram", 3)
     assert summary["lossless"]["verdict"] == "identical"
     assert summary["acceptance_length"]["mean"] > 1.3
     assert summary["draft_spec"]["hidden_width"] == 24, "method.options.rank as typed"
 
 
-def test_the_other_commands_take_its_drafter(trained: Path) -> None:
+def test_the_other_commands_take_its_drafter(page: CarriedOut) -> None:
     """What its head does not offer is null with a reason, and replay takes the trace."""
-    few = f"{SHORT} workload.limit=4"
-    *of_run, doctor, predict = OTHERS.splitlines()
-    of_run[0] += f"{few} metrics.all_positions=true"
-    commands = [*of_run, doctor + few, f"{predict}{few} --drafts 3 --concurrency 1"]
-    said = carried_out(trained, commands)
-    assert "No regression" in said
-    assert "An estimate:" in said
-    summary = json.loads((trained / "traced" / "summary.json").read_text())
+    assert "No regression" in page.said
+    assert "An estimate:" in page.said
+    summary = json.loads((page.folder / "traced" / "summary.json").read_text())
     assert summary["status"] == "ok"
     (reason,) = (text for text in summary["warnings"] if "metrics.all_positions=true" in text)
     assert "only our own draft heads" in reason
-    examined = json.loads((trained / "examined" / "doctor.json").read_text())
+    examined = json.loads((page.folder / "examined" / "doctor.json").read_text())
     assert (examined["verdict"], examined["tensors"], examined["figures"]) == (None, None, None)
     assert examined["acceptance"] > 1.3
     assert "method=bigram lacks what that needs (AttributeError" in examined["sentence"]
-    (predicted,) = json.loads((trained / "predicted" / "predict.json").read_text())["predictions"]
+    predicted_file = page.folder / "predicted" / "predict.json"
+    (predicted,) = json.loads(predicted_file.read_text())["predictions"]
     assert predicted["acceptance_length"] > 1.3
 
 

@@ -10,7 +10,7 @@ mode at the padded shapes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from hydraspec.graphs.capture import KeptOutputs, PieceCapture, Replayable, copy
 
 T = TypeVar("T")
 AMPLE = 1 << 60  # bytes
+_NESTED = (list, tuple)
 
 
 class OpRecorder(TorchDispatchMode):
@@ -31,6 +32,11 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.ops: list[Callable[[], object]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No recording is compiled, and torch's guard against that doubles the time of a call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
@@ -39,18 +45,13 @@ class OpRecorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self.ops.append(lambda: func(*args, **kwargs))
             return out
-        memory = {
-            x.untyped_storage().data_ptr()
-            for x in _tensors((args, list(kwargs.values())))
-            if x.numel()
-        }
-        if isinstance(out, Tensor):
-            if out.numel() and out.untyped_storage().data_ptr() not in memory:
+        made = _tensors(out)
+        memory = set(map(_memory_of, _tensors((args, tuple(kwargs.values())))))
+        if any(x.numel() and _memory_of(x) not in memory for x in made):
+            if isinstance(out, Tensor):
                 self.ops.append(lambda: out.copy_(func(*args, **kwargs)))
-            return out
-        made = list(_tensors(out))
-        if any(x.numel() and x.untyped_storage().data_ptr() not in memory for x in made):
-            self.ops.append(lambda: _again(func, args, kwargs, made))
+            else:
+                self.ops.append(lambda: _again(func, args, kwargs, made))
         return out
 
 
@@ -59,13 +60,22 @@ def _again(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
         to.copy_(value)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors of an operation's arguments or results, which nest lists only."""
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors of an operation's arguments or results, which nest lists and tuples only."""
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
+        return [values]
+    found: list[Tensor] = []
+    if isinstance(values, _NESTED):
         for value in values:
-            yield from _tensors(value)
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, _NESTED):
+                found += _tensors(value)
+    return found
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _OpenRecording:
