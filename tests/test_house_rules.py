@@ -18,6 +18,7 @@ STEP_FILES = [
     "hydraspec/sampling/*.py",
     "hydraspec/speculators/*.py",
     "hydraspec/models/*.py",
+    "hydraspec/engine/run/images.py",
     "hydraspec/engine/run/inputs.py",
     "hydraspec/engine/run/runner.py",
     "hydraspec/engine/run/state.py",

@@ -24,6 +24,7 @@ from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models import TargetModel
 from hydraspec.models.mtp.head import MTPHead
 from hydraspec.models.mtp.loading import load_mtp
+from hydraspec.types import EncodedRows
 
 # Share of the logit range. All is float64; the rotary frequencies are float32 on both sides, summed
 # in another order where YaRN blends them.
@@ -298,3 +299,22 @@ def test_the_spec_says_what_is_shared(tmp_path: Path) -> None:
     assert spec.shares_head
     assert (spec.feedback, spec.position_mode, spec.kv_mode) == ("post_norm", "advance", "own")
     assert "DeepSeek-V3" in spec.format
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_images_read_what_stands_for_their_next_token(kind: str, tmp_path: Path) -> None:
+    """An encoder's output that equals a token's embedding makes no difference from that token."""
+    setting = make(kind, tmp_path, random_config(kind, 1), 1, 1, 1)
+    (_, text, _), (_, state, _) = texts_and_states(setting, 1)
+    read, other = text[1:], [*text[1:]]
+    other[2] = (read[2] + 1) % setting.target.vocab_size
+    found = []
+    for tokens in (read, other):
+        run = PagedRun(HeadAsTarget(setting.head, setting.target.dtype), 1)  # type: ignore[arg-type]
+        batch = run.batch({0: tokens})
+        if tokens is other:
+            states = setting.target.embed(torch.tensor(read[2:3]))
+            batch.encoded = EncodedRows(rows=torch.tensor([2]), states=states)
+        with torch.inference_mode():
+            found.append(setting.head.forward(batch, state, run.caches, step=0)[0])  # type: ignore[arg-type]
+    assert torch.equal(*found)

@@ -214,3 +214,33 @@ def test_faulty_images_have_one_message(tmp_path: Path) -> None:
 
 def _with_pool(config: dict[str, Any], pool: int) -> dict[str, Any]:
     return config | {"vision_config": config["vision_config"] | {"pooling_kernel_size": pool}}
+
+
+FP8 = {
+    **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                **{"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+                "symmetric": True,
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_an_encoder_of_a_quantised_checkpoint(is_ignored: bool, tmp_path: Path) -> None:
+    """Releases leave the tower in float; one that does not is read all the same."""
+    ignored = ["lm_head", "re:.*embed.*", *(["re:.*vision_tower.*"] if is_ignored else [])]
+    config = random_wrapper(0) | {"quantization_config": FP8 | {"ignore": ignored}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target: Any = load(tmp_path, weights="random")
+    layer = target.encoder.layers[0]
+    assert (layer.q.linear.slab is None) == (layer.down.linear.slab is None) == is_ignored
+    assert target.layers[0].mlp.gate_up.slab is not None
+    with torch.inference_mode():
+        (rows,) = target.encoder.encode([random_image((2, 2), config, 1)])
+    assert torch.isfinite(rows).all()

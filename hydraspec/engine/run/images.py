@@ -38,11 +38,13 @@ class EncodedImages:
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def learn(self, requests: Iterable[Request]) -> None:
-        """Take the images of a run's requests in place of those of earlier ones. Requests without
-        images leave them: later turns and repeated prompts name them by digest."""
+        """Take the images of a run's requests in place of those of earlier ones, and forget what
+        was encoded: rounds over the same prompts take the same time. Requests without images leave
+        the known ones: later turns and repeated prompts name them by digest."""
         found: dict[str, Image] = {}
         for request in requests:
             found |= by_digest(request.spans, request.images)
+        self._kept.clear()
         if found:
             self._images, self._faults = found, {}
 

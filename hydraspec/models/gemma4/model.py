@@ -101,7 +101,11 @@ class Gemma4Target(Decoder):
         self.embed_scale = rounded(math.sqrt(config.hidden_size), place.dtype)
         self.softcap = config.softcap
         self.per_layer = PerLayerEmbedding(config, self.held, place) if config.ple_size else None
-        self.encoder = build_encoder(config.vision, config.hidden_size, place.if_held(self.embeds))
+        # Of a pipeline the stages that embed rows: the first, those that read per-layer inputs, and
+        # the last one for its drafter.
+        drafts = self.stage.is_last and self.stage.drafts
+        is_held = self.stage.is_first or bool(config.ple_size) or drafts
+        self.encoder = build_encoder(config.vision, config.hidden_size, place.if_held(is_held))
         self.images_see_ahead = config.images_see_ahead
 
     def frequencies(self, config: Gemma4Config, place: Place) -> dict[str, Frequencies]:
