@@ -18,9 +18,9 @@ SIZE = ("workload.num_requests=8", "sampling.max_tokens=6", "sampling.ignore_eos
 class Runs:
     """Runs over one random wrapper, whose tokens depend on the pictures."""
 
-    def __init__(self, folder: Path, *, bidirectional: bool) -> None:
+    def __init__(self, folder: Path, **how: bool) -> None:
         self._folder, self._num_runs = folder, 0
-        write_wrapper(folder / "target", seed=1, bidirectional=bidirectional)
+        write_wrapper(folder / "target", seed=1, **how)
         self.outputs = self.tokens(self.summary("engine=transformers", "method=none"))
 
     def summary(self, *overrides: str) -> dict[str, Any]:
@@ -36,9 +36,16 @@ class Runs:
         return [json.loads(row)["output_token_ids"] for row in text.splitlines()]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["causal", "bidirectional"])
+KINDS = {
+    "causal": {},
+    "bidirectional": {"bidirectional": True},
+    "unified": {"bidirectional": True, "unified": True},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), bidirectional=request.param)
+    return Runs(tmp_path_factory.mktemp("runs"), **KINDS[request.param])
 
 
 def test_tokens_are_transformers(runs: Runs) -> None:
