@@ -11,24 +11,27 @@ import pytest
 from picture_folders import write_wrapper
 
 import hydraspec
+from hydraspec.pictures import png_url
+from hydraspec.workloads.drawn import question
 
-SIZE = ("workload.num_requests=8", "sampling.max_tokens=6", "sampling.ignore_eos=true")
+SIZE = ("workload=images", "workload.num_requests=8", "sampling.max_tokens=6")
 
 
 class Runs:
     """Runs over one random wrapper, whose tokens depend on the pictures."""
 
-    def __init__(self, folder: Path, *, bidirectional: bool) -> None:
+    def __init__(self, folder: Path, **how: bool) -> None:
         self._folder, self._num_runs = folder, 0
-        write_wrapper(folder / "target", seed=1, bidirectional=bidirectional)
+        write_wrapper(folder / "target", seed=1, **how)
         self.outputs = self.tokens(self.summary("engine=transformers", "method=none"))
 
     def summary(self, *overrides: str) -> dict[str, Any]:
         self._num_runs += 1
         target = ("target=custom", f"target.checkpoint={self._folder}/target")
-        others = ("target.dtype=float32", "tracker=none", "workload=images", *SIZE)
+        others = ("target.dtype=float32", "tracker=none", "sampling.ignore_eos=true")
         place = f"hydra.run.dir={self._folder}/{self._num_runs}"
-        return hydraspec.run([*target, *others, place, *overrides])
+        own = any(override.startswith("workload=") for override in overrides)
+        return hydraspec.run([*target, *others, place, *(() if own else SIZE), *overrides])
 
     def tokens(self, summary: dict[str, Any]) -> list[list[int]]:
         assert summary["num_errors"] == 0
@@ -36,9 +39,16 @@ class Runs:
         return [json.loads(row)["output_token_ids"] for row in text.splitlines()]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["causal", "bidirectional"])
+KINDS = {
+    "causal": {},
+    "bidirectional": {"bidirectional": True},
+    "unified": {"bidirectional": True, "unified": True},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), bidirectional=request.param)
+    return Runs(tmp_path_factory.mktemp("runs"), **KINDS[request.param])
 
 
 def test_tokens_are_transformers(runs: Runs) -> None:
@@ -63,3 +73,23 @@ def test_small_steps_and_drafts_change_no_token(runs: Runs) -> None:
 def test_ranks_change_no_token(runs: Runs, parallelism: str) -> None:
     found = runs.summary("engine=native", "method=none", f"parallelism={parallelism}")
     assert runs.tokens(found) == runs.outputs
+
+
+def test_later_turns_read_the_pictures_of_earlier_ones(runs: Runs, tmp_path: Path) -> None:
+    """Conversations of three turns, with prefix hits that end inside and after pictures."""
+    parts = [question(7, index) for index in range(9)]
+    lines = []
+    for asked in parts:
+        content = [{"type": "image", "image": png_url(pixels)} for pixels in asked.pictures[:1]]
+        content.append({"type": "text", "text": asked.text})
+        lines.append(json.dumps({"messages": [{"role": "user", "content": content}]}))
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(lines))
+    size = ("workload=multi_turn", f"workload.path={path}", "workload.num_turns=3")
+    size = (*size, "workload.num_conversations=3", "sampling.max_tokens=6")
+    theirs = runs.summary(*size, "engine=transformers", "method=none")
+    ours = runs.summary(*size, "engine=native", "method=ngram")
+    assert runs.tokens(ours) == runs.tokens(theirs)
+    assert ours["lossless"]["verdict"] == "identical"
+    assert ours["num_image_tokens"] == theirs["num_image_tokens"] > 18 * 48
+    assert ours["prefix_cache"]["hit_tokens"] > 0

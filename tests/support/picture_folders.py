@@ -16,6 +16,7 @@ from gemma4_oracle import FULL, SLIDING, text_config
 from PIL import Image as Pillow
 from transformers import AutoTokenizer
 from transformers.models.gemma4 import image_processing_pil_gemma4 as without_torchvision
+from unified_oracle import ABSENT
 from vision_oracle import make_wrapper
 
 from hydraspec.models.checkpoint.reader import resolve_folder
@@ -44,9 +45,15 @@ TOWER = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 1200},
 }
+PROJECTION = {  # of the 12B, which has no tower
+    **{"patch_size": 16, "pooling_kernel_size": 3, "mm_posemb_size": 1200},
+    **{"mm_embed_dim": 16, "output_proj_dims": 16},
+}
 
 
-def wrapper_config(*, bidirectional: bool = False, **changes: Any) -> dict[str, Any]:
+def wrapper_config(
+    *, bidirectional: bool = False, unified: bool = False, **changes: Any
+) -> dict[str, Any]:
     """A wrapper's config in the zoo's vocabulary. changes: of the top level."""
     text = text_config(
         vocab_size=VOCAB_SIZE,
@@ -57,7 +64,12 @@ def wrapper_config(*, bidirectional: bool = False, **changes: Any) -> dict[str, 
     )
     ids = {"image_token_id": IMAGE_ID, "boi_token_id": BEGIN_ID, "eoi_token_id": END_ID}
     wrapper = {"text_config": text, "vision_config": TOWER, "audio_config": None}
-    return {"model_type": "gemma4", **wrapper, **ids, **changes}
+    kind = "gemma4"
+    if unified:
+        kind = "gemma4_unified"
+        text = {key: value for key, value in text.items() if key not in ABSENT}
+        wrapper |= {"text_config": text, "vision_config": PROJECTION}
+    return {"model_type": kind, **wrapper, **ids, **changes}
 
 
 def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
@@ -74,7 +86,9 @@ def write_wrapper(folder: Path, *, seed: int = 0, max_soft_tokens: int = 70, **h
     Rows of pictures are long, so that tokens depend on them. how: see `wrapper_config`.
     """
     model = make_wrapper(wrapper_config(**how), seed)
-    model.model.embed_vision.embedding_projection.weight.data *= 20
+    for name, weight in model.model.embed_vision.named_parameters():
+        if name.endswith("embedding_projection.weight"):
+            weight.data *= 20
     model.save_pretrained(folder)
     write_tokenizer(folder)
     content = {"image_processor": {"max_soft_tokens": max_soft_tokens, "patch_size": 16}}
