@@ -172,10 +172,7 @@ class Scheduler:
         running = self.running
         if self.micro_batches.count > 1:
             running = [s for s in running if not self.micro_batches.hold(s)]
-        decodes = [sequence for sequence in running if sequence.decodes_next]
-        if len(decodes) == len(running):
-            return decodes
-        return decodes + [sequence for sequence in running if not sequence.decodes_next]
+        return sorted(running, key=lambda sequence: not sequence.decodes_next)
 
     def _limit_prompts(self) -> None:
         """Lower the budget, once decodes are chosen, to what prompts get (docs/adr/0028)."""
