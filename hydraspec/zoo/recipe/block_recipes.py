@@ -11,8 +11,8 @@ from hydraspec.zoo.recipe.recipes import Training
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecipe(Training):
-    """Shape and training settings of a block drafter. It sees the first `num_texts` of the texts
-    that heads of the other kinds see, and has few steps on purpose, see README.md."""
+    """Shape and training settings of a block drafter. It sees the texts that heads of the other
+    kinds see, as many of them as the target's EAGLE-3 head, see README.md."""
 
     kind: Literal["dflash", "dspark", "dflash2"]
     format: Literal["z-lab", "speculators", "deepseek-ai"]
@@ -29,7 +29,7 @@ class BlockRecipe(Training):
     conv_group: int = 16
     selector_rank: int = 0
     num_candidates: int = 16
-    num_texts: int = 3_000
+    num_texts: int = 50_000
     num_anchors: int = 24  # blocks of a text and step
     batch_size: int = 24
     learning_rate: float = 3e-3
@@ -45,7 +45,7 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         target="tiny_qwen3",
         layer=LayerShape(hidden_size=80, intermediate_size=192, num_kv_heads=1),
         aux_layer_ids=(2, 9, 15),
-        steps=1500,
+        steps=1760,
     ),
     # Tables of its own, blocks of seven that all draft, the plain Markov head.
     "tiny_qwen3-dspark": BlockRecipe(
@@ -57,7 +57,7 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         block_size=7,
         own_tables=True,
         markov_rank=32,
-        steps=700,
+        steps=1760,
     ),
     # As tiny_qwen3-dflash, with convolutions and a selector.
     "tiny_qwen3-dflash2": BlockRecipe(
@@ -68,7 +68,7 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         aux_layer_ids=(2, 9, 15),
         conv_taps=2,
         selector_rank=32,
-        steps=1500,
+        steps=1760,
     ),
     # A sliding layer, causal, then a full one; half the vocabulary.
     "tiny_gemma4-dflash": BlockRecipe(
@@ -80,8 +80,7 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         windows=(32, None),
         draft_vocab_size=384,
         own_tables=True,
-        num_texts=1_500,
-        steps=500,
+        steps=1067,
     ),
     # The same with DSpark's heads, the Markov head gated.
     "tiny_gemma4-dspark": BlockRecipe(
@@ -96,7 +95,6 @@ BLOCK_DRAFTERS: dict[str, BlockRecipe] = {
         own_tables=True,
         markov_rank=32,
         markov_kind="gated",
-        num_texts=1_500,
-        steps=500,
+        steps=1067,
     ),
 }
