@@ -65,6 +65,11 @@ def tensor(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Mend:
 
 # what is wrong -> method, the change, what the message says
 REFUSED: dict[str, tuple[str, Mend, list[str]]] = {
+    "images as a word": (
+        "eagle3",
+        keys(supports_mm_inputs="yes"),
+        ["supports_mm_inputs is 'yes'", "true or false"],
+    ),
     "hidden size as stated": ("eagle3", keys(target_hidden_size=64), ["size 64", "is 16"]),
     "fc for four aux layers, three ids": (
         "eagle3",
@@ -213,6 +218,36 @@ def test_every_spelling_of_the_mask_token(tmp_path: Path, spelt: dict[str, Any])
 def test_every_spelling_of_the_aux_layers(tmp_path: Path, spelt: dict[str, Any]) -> None:
     where = write_authors(tmp_path / "d", make_head(), ids=spelt)
     assert load(where, "eagle3", make_target()).spec.aux_layer_ids == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, False),
+        ({"supports_mm_inputs": True}, True),
+        ({"eagle_config": {"supports_mm_inputs": True}}, True),
+        ({"supports_mm_inputs": False}, False),
+    ],
+)
+def test_heads_say_whether_they_read_images(
+    tmp_path: Path, said: dict[str, Any], expected: bool
+) -> None:
+    head = load(folder(tmp_path, "eagle3", keys(**said)), "eagle3", make_target())
+    assert head.spec.supports_mm_inputs is expected
+
+
+def test_a_head_of_another_width_reads_no_images(tmp_path: Path) -> None:
+    """Its embeddings have another width than the encoder's outputs."""
+
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["supports_mm_inputs"] = True
+        tensors["fc.weight"] = torch.zeros(SIZE, 3 * (SIZE + 8), dtype=torch.float64)
+
+    where = folder(tmp_path, "eagle3", change)
+    with pytest.raises(CheckpointError) as caught:
+        load(where, "eagle3", make_target(hidden_size=SIZE + 8))
+    words = f"supports_mm_inputs is true, and the head's hidden size {SIZE} is not the target's 24"
+    assert words in str(caught.value)
 
 
 def test_aux_layers_default_to_the_authors(tmp_path: Path) -> None:
