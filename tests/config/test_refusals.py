@@ -135,6 +135,11 @@ REFUSED = {
         "target.max_soft_tokens=100",
         "one of 70, 140, 280, 560, 1120, or null",
     ],
+    "engine=vllm target=gemma4_e2b method=none target.max_soft_tokens=70": [
+        "target.max_soft_tokens=70",
+        "null with engine.vllm.images=false",
+        "add engine.vllm.images=true",
+    ],
     "target.max_soft_tokens=70": ["no key of target=tiny_gemma4"],
     "target.max_model_len=1": ["target.max_model_len=1", "2 or more, or null"],
     "workload.limit=0": ["workload.limit=0", "null for all"],
