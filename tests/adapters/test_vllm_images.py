@@ -1,5 +1,5 @@
-"""engine=vllm with pictures over a fake of vLLM's interface: its prompts have a placeholder for each
-picture, and prompts that it counts otherwise are errors."""
+"""engine=vllm with pictures over a fake of vLLM's interface: prompts have a placeholder for each
+picture, and prompts that vLLM counts otherwise are errors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_prompts_have_a_placeholder_for_each_picture(
 def test_prompts_that_are_counted_otherwise_are_errors(
     start: Callable[..., VllmEngine], processed: list[dict[str, Any]]
 ) -> None:
-    """The form has more tokens for a picture than the processor, as if one of the two were wrong."""
+    """The form has more tokens for a picture than the processor, as if either were wrong."""
     engine, form = start(method="none"), form_of(max_tokens=80)
     engine.parts.pictures = form
     requests = [

@@ -175,7 +175,10 @@ def test_a_target_that_drafts_itself_names_no_drafter() -> None:
 def test_no_configuration_of_ours_is_left_out() -> None:
     """Catches a key that is added to a group and never reaches vLLM."""
     known = {
-        "target": {"name", "checkpoint", "weights", "dtype", "max_model_len", "drafters"},
+        "target": {
+            *("name", "checkpoint", "weights", "dtype", "max_model_len", "drafters"),
+            "max_soft_tokens",  # with engine.vllm.images
+        },
         "method": {
             *("name", "num_speculative_tokens", "checkpoint", "needs_checkpoint", "weights"),
             *("draft_sampling", "verification", "synthetic_acceptance_length"),
