@@ -200,7 +200,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
     assert {group: set(type(getattr(config, group)).__slots__) for group in known} == known
     assert set(VllmConfig.__slots__) == {
         *("gpu_memory_utilization", "record_steps", "distributed_executor_backend"),
-        *("nnodes", "node_rank", "master_addr", "master_port"),
+        *("nnodes", "node_rank", "master_addr", "master_port", "images"),
     }
 
 
