@@ -148,6 +148,13 @@ _RULES = (
     Rule(
         "engine.vllm.master_port", lambda port, c: 1024 <= port <= 65535, "1024 to 65535, if free"
     ),
+    Rule(
+        "target.max_soft_tokens",
+        lambda most, c: most is None or c.engine.vllm.images,
+        "null with engine.vllm.images=false",
+        "has no meaning where vLLM is started for text alone",
+        "add engine.vllm.images=true, or leave it out",
+    ),
     # Steps and traces record draft token ids, and vLLM returns only those of accepted drafts.
     _unavailable("metrics.steps", lambda steps: not steps, "false"),
     _unavailable("parallelism.check", lambda check: not check, "false"),

@@ -143,6 +143,7 @@ class VllmConfig:
 
     gpu_memory_utilization: float = 0.9  # vLLM's share of device memory if memory_gib is null
     record_steps: bool = True  # false: finished requests only, without acceptance
+    images: bool = False  # true: started with the target's image encoder and processor
     # Starter of vLLM's processes; null: on this host, multiprocessing if there are several.
     distributed_executor_backend: str | None = None
     nnodes: int = 1  # hosts; each is given the same command and its own node_rank

@@ -46,7 +46,8 @@ def tokenize(
             raise WorkloadError(
                 f"request {request.id}: its messages have pictures, and target={info.target} with "
                 f"engine={info.engine} reads none\n  allowed: messages of text alone\n  to do: "
-                "choose a target with an image encoder, or leave the pictures out",
+                "choose a target with an image encoder (with engine=vllm also "
+                "engine.vllm.images=true), or leave the pictures out",
                 request_id=request.id,
             )
     if tokenizer is not None:

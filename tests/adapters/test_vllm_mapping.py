@@ -175,7 +175,10 @@ def test_a_target_that_drafts_itself_names_no_drafter() -> None:
 def test_no_configuration_of_ours_is_left_out() -> None:
     """Catches a key that is added to a group and never reaches vLLM."""
     known = {
-        "target": {"name", "checkpoint", "weights", "dtype", "max_model_len", "drafters"},
+        "target": {
+            *("name", "checkpoint", "weights", "dtype", "max_model_len", "drafters"),
+            "max_soft_tokens",  # with engine.vllm.images
+        },
         "method": {
             *("name", "num_speculative_tokens", "checkpoint", "needs_checkpoint", "weights"),
             *("draft_sampling", "verification", "synthetic_acceptance_length"),
@@ -197,7 +200,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
     assert {group: set(type(getattr(config, group)).__slots__) for group in known} == known
     assert set(VllmConfig.__slots__) == {
         *("gpu_memory_utilization", "record_steps", "distributed_executor_backend"),
-        *("nnodes", "node_rank", "master_addr", "master_port"),
+        *("nnodes", "node_rank", "master_addr", "master_port", "images"),
     }
 
 

@@ -16,7 +16,11 @@ REFUSED = {
     # misspelt
     "method=gema4_mtp": ["method=gema4_mtp", METHODS, "method=gemma4_mtp?"],
     "target=tiny_gema4": ["target=tiny_gema4", "tiny_gemma4_moe", "target=tiny_gemma4?"],
-    "workload=gms8k": ["workload=gms8k", "gsm8k, humaneval, jsonl, mt_bench", "workload=gsm8k?"],
+    "workload=gms8k": [
+        "workload=gms8k",
+        "gsm8k, humaneval, images, jsonl, mt_bench",
+        "workload=gsm8k?",
+    ],
     "workload=gsm8k": ["workload.path", "names no file", "grade-school-math"],
     "workload=gsm8k workload.path=x workload.shots_path=y": ["no effect with workload.num_shots=0"],
     "workload=gsm8k workload.path=x workload.num_shots=-1": ["0 or more"],
@@ -135,6 +139,11 @@ REFUSED = {
         "target.max_soft_tokens=100",
         "one of 70, 140, 280, 560, 1120, or null",
     ],
+    "engine=vllm target=gemma4_e2b method=none target.max_soft_tokens=70": [
+        "target.max_soft_tokens=70",
+        "null with engine.vllm.images=false",
+        "add engine.vllm.images=true",
+    ],
     "target.max_soft_tokens=70": ["no key of target=tiny_gemma4"],
     "target.max_model_len=1": ["target.max_model_len=1", "2 or more, or null"],
     "workload.limit=0": ["workload.limit=0", "null for all"],
@@ -174,7 +183,7 @@ REFUSED = {
     f"method.verification=block {LENGTH}=2.0": ["verification=block"],
     "workload.num_requests=3": [
         *("workload.num_requests=3 is no key of workload=tiny", "limit, path, request_rate\n"),
-        "choose workload=random",
+        "choose workload=images or workload=random",
     ],
     "bench.engines=[native]": ["bench.engines=[native]", "bench=none has no keys", "bench=decode"],
     "+bench.engines=[native]": ["bench=none has no keys", "choose bench=decode or bench=load"],

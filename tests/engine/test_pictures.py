@@ -244,7 +244,8 @@ def test_a_target_without_an_encoder_refuses_pictures(tokenizer: Tokenizer) -> N
     assert str(caught.value) == (
         "request r1: its messages have pictures, and target=tiny_fake with engine=fake reads none\n"
         "  allowed: messages of text alone\n"
-        "  to do: choose a target with an image encoder, or leave the pictures out"
+        "  to do: choose a target with an image encoder (with engine=vllm also "
+        "engine.vllm.images=true), or leave the pictures out"
     )
 
 

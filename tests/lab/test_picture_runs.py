@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from picture_folders import write_wrapper
+from picture_folders import wrapper_config, write_wrapper
+from tiny_targets import assistant_config
 
 import hydraspec
 from hydraspec.pictures import png_url
@@ -93,3 +94,20 @@ def test_later_turns_read_the_pictures_of_earlier_ones(runs: Runs, tmp_path: Pat
     assert ours["lossless"]["verdict"] == "identical"
     assert ours["num_image_tokens"] == theirs["num_image_tokens"] > 18 * 48
     assert ours["prefix_cache"]["hit_tokens"] > 0
+
+
+def test_an_assistant_drafts_from_every_place_after_pictures(tmp_path: Path) -> None:
+    """In three rounds, each with other pictures, of which the engine has those of the last."""
+    runs = Runs(tmp_path, bidirectional=True)
+    config = assistant_config(wrapper_config()["text_config"])
+    (tmp_path / "assistant").mkdir()
+    (tmp_path / "assistant" / "config.json").write_text(json.dumps(config))
+    drafter = (f"method.checkpoint={tmp_path}/assistant", "method.weights=random")
+    found = runs.summary(
+        *("engine=native", "method=gemma4_mtp", *drafter),
+        *("workload.concurrency=1", "metrics.all_positions=true"),
+    )
+    assert runs.tokens(found) == runs.outputs
+    assert found["lossless"]["verdict"] == "identical"
+    assert found["num_drafts"] > 0
+    assert found["teacher_forced"]["num_places"] == 8 * 5  # of each output of six tokens

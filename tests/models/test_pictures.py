@@ -227,3 +227,24 @@ def test_bad_pictures_are_refused_before_their_pixels_are_decoded(
         decoding.decode(content)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_damaged_files_are_pictures_or_refused(kind: str) -> None:
+    """Flipped bytes, and cuts: no other error, and no size beyond the header's bound."""
+    content, rng = encoded(kind, PIXELS), np.random.default_rng(len(kind))
+    num_refused = 0
+    for _ in range(120):
+        damaged = bytearray(content)
+        for place in rng.integers(0, len(content), rng.integers(1, 6)).tolist():
+            damaged[place] = int(rng.integers(256))
+        cut = int(rng.integers(len(content) // 2, len(content) + 1))
+        try:
+            pixels = decoding.decode(bytes(damaged[:cut]))
+            assert pixels.dtype == np.uint8
+            assert pixels.ndim == 3
+            assert pixels.shape[2] == 3
+        except WorkloadError as error:
+            num_refused += 1
+            assert "\n" not in str(error)
+    assert num_refused > 40

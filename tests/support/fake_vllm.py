@@ -82,6 +82,7 @@ class FakeRequest:
         )
         return SimpleNamespace(
             request_id=self.name,
+            prompt_token_ids=self.prompt,
             outputs=[completion],
             finished=self.reason is not None,
             num_cached_tokens=self.num_cached,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hydraspec.adapters.vllm import images
 from hydraspec.adapters.vllm.loading import VllmParts, load_parts
 from hydraspec.adapters.vllm.steps import Part, StepStats, drafts_of, share_out
 from hydraspec.config.schema import KVDtype, RunConfig
@@ -25,10 +26,12 @@ from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
 from hydraspec.types import (
+    IMAGE,
     PHASES,
     Completion,
     ConfigurationError,
     Image,
+    Picture,
     PrefixCaching,
     Request,
     RequestStep,
@@ -60,15 +63,19 @@ class VllmEngine(Engine):
         self._finish = FinishCheck(self.parts.eos_token_ids, self.info.max_model_len, decode)
         self._num_steps = 0
         self._num_runs = 0
+        self._pictures: dict[str, Picture] = {}  # of the newest run, by the digests of their spans
 
     def tokenize(self, requests: Seq[Request]) -> None:
-        tokenize(requests, self.parts.tokenizer, self.info, self.parts.config.target.checkpoint)
+        parts = self.parts
+        checkpoint = parts.config.target.checkpoint
+        tokenize(requests, parts.tokenizer, self.info, checkpoint, parts.pictures)
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
     ) -> Iterator[StepRecord | Completion]:
         pending, history = Pending(requests, concurrency), History(requests)
         offered: dict[str, OfferedRequest] = {}
+        self._pictures = images.by_content(requests)
         self._num_runs += 1
         if self.parts.config.engine.prefix_caching:
             self._empty_prefix_cache()
@@ -112,8 +119,9 @@ class VllmEngine(Engine):
         if sequence.finish_reason:
             return
         sampling, streamed = sequence.request.sampling, self.parts.stats is not None
-        prompt = {"prompt_token_ids": sequence.token_ids[: sequence.num_prompt]}
+        request, ids = sequence.request, sequence.token_ids[: sequence.num_prompt]
         try:
+            prompt = images.prompt_of(request, ids, self.parts.pictures, self._pictures)
             params = sampling_params(sampling, self.parts.eos_token_ids, streamed=streamed)
             self.parts.engine.add_request(name, prompt, params)
         except ValueError as error:
@@ -152,6 +160,8 @@ class VllmEngine(Engine):
                     sequence.note_slot(new.slot_at)
                 sequence.note_tokens(now)
             sequence.last_token_at = now
+        if new.reads_other_tokens:
+            sequence.fail(images.OTHER_TOKENS)
         if new.finished and sequence.finish_reason is None:
             sequence.fail(f"vLLM ended the request early, with finish_reason {new.finish_reason!r}")
         return sequence.finish_reason is not None
@@ -217,6 +227,9 @@ class _News:
             getattr(getattr(output, "metrics", None), "scheduled_ts", None) or None
         )
         self.num_tokens_before = sequence.num_tokens
+        prompt = getattr(output, "prompt_token_ids", None)
+        own = sequence.token_ids[: sequence.num_prompt]
+        self.reads_other_tokens = bool(sequence.request.images) and prompt not in (None, own)
         self.kept: list[int] = []
         self.part: Part | None = None
 
@@ -285,6 +298,7 @@ def _info(parts: VllmParts) -> EngineInfo:
         cudagraph=_cudagraph(config.cudagraph.name, parts.cudagraph_mode, drafts),
         prefix_caching=_prefix_caching(parts),
         memory_bytes=parts.memory_bytes,
+        encoded_kinds=() if parts.pictures is None else (IMAGE,),
         quantization=with_fp8_cache(parts.quantization) if has_fp8_cache else parts.quantization,
         draft_spec={"drafter": config.method.checkpoint, "read_by": "vllm"} if drafts else None,
         warnings=warnings,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hydraspec.adapters.vllm import images
 from hydraspec.adapters.vllm.async_engine import start_data_parallel
 from hydraspec.adapters.vllm.splits import check_devices, check_sizes
 from hydraspec.adapters.vllm.steps import StepStats
@@ -28,6 +29,7 @@ from hydraspec.engine.machine import GIB, pick_device
 from hydraspec.models.checkpoint.config_reader import text_part
 from hydraspec.models.checkpoint.quantized_tensors import check_elsewhere, read_elsewhere
 from hydraspec.models.checkpoint.reader import Checkpoint, open_checkpoint, resolve_folder
+from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.tokenizer import Tokenizer, load_tokenizer
 from hydraspec.types import CheckpointError, ConfigurationError, UserError
 
@@ -66,6 +68,7 @@ class VllmParts:
     memory_bytes: dict[str, int]
     warnings: list[str]
     quantization: Mapping[str, str] | None = None  # of the target's matrices, by kind
+    pictures: PictureFormat | None = None  # None: it was started for text alone
 
 
 class Environment:
@@ -150,7 +153,8 @@ def prepare(config: RunConfig, environment: Environment) -> tuple[Checkpoint, di
     with _importing():
         from hydraspec.adapters.vllm import configs
     configs.register()
-    arguments = engine_arguments(config, opened.folder, drafter)
+    form = images.picture_form(config, opened)
+    arguments = engine_arguments(config, opened.folder, drafter, form)
     if config.target.weights is Weights.random and not is_known(opened):
         arguments["load_format"] = "dummy"
         del arguments["model_loader_extra_config"]
@@ -209,9 +213,11 @@ def check_version(version: str) -> None:
         )
 
 
-def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> dict[str, Any]:
+def engine_arguments(
+    config: RunConfig, folder: Path, drafter: Path | None, form: PictureFormat | None = None
+) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs. `drafter` is None where the target drafts itself, or
-    nothing does."""
+    nothing does, `form` where no pictures are read."""
     engine, parallelism = config.engine, config.parallelism
     memory_gib = engine.kv_cache.memory_gib
     memory = (
@@ -222,9 +228,8 @@ def engine_arguments(config: RunConfig, folder: Path, drafter: Path | None) -> d
     return {
         "model": str(folder),
         **_weights(config),
-        "skip_tokenizer_init": True,
+        **images.arguments(form),
         "generation_config": "vllm",  # requests set all sampling parameters
-        "language_model_only": True,
         "dtype": config.target.dtype.value,
         "kv_cache_dtype": engine.kv_cache.dtype.value,
         "max_model_len": config.target.max_model_len,
@@ -364,6 +369,7 @@ def _parts(
         cudagraph_mode=str(found.compilation_config.cudagraph_mode.name).lower(),
         memory_bytes=_memory_bytes(engine),
         quantization=read_elsewhere(opened),
+        pictures=images.picture_form(config, opened),
         warnings=(
             unequal_weights(engine, opened) if config.target.weights is Weights.random else []
         ),

@@ -68,6 +68,13 @@ def decode(content: bytes) -> np.ndarray:
         raise WorkloadError(f"the file is damaged or cut short ({why}); save it again") from None
 
 
+def to_pillow(pixels: np.ndarray) -> Opened:
+    """The picture of pixels [height, width, 3] uint8 as an image of Pillow."""
+    from PIL import Image
+
+    return Image.fromarray(pixels)
+
+
 def _check_size(width: int, height: int) -> None:
     if not width or not height:
         raise WorkloadError(f"the picture has {width} x {height} pixels; it must have some")
