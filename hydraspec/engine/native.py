@@ -80,6 +80,8 @@ class NativeEngine(Engine):
         self.clock = StepClock(has_phases=has_phases)
         if has_phases:
             self.parts.runner.clock = self.clock
+            if self._scheduler.step_drafts is not None:
+                self._scheduler.step_drafts.clock = self.clock
 
     @property
     def info(self) -> EngineInfo:  # type: ignore[override]

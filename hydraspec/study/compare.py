@@ -93,7 +93,11 @@ def section(group: Group, title: str, *, with_speeds: bool = False) -> Section:
         group_blocks.slowest(group),
         group_blocks.acceptance_by_position(group),
     ]
-    return Section(title="", blocks=[block for block in made if block])
+    blocks = [block for block in made if block]
+    if group.title:  # one of several: each chart and table says which
+        named = (replace(block, title=f"{block.title}, {group.title}") for block in blocks)
+        blocks = [b if b.title == title else n for b, n in zip(blocks, named, strict=True)]
+    return Section(title="", blocks=blocks)
 
 
 def write(group: Group, folder: Path, *, say: bool = False) -> None:

@@ -37,6 +37,10 @@ NOTE_OF_COSTS = (
     "Speedups rest on the step costs of all jobs together; a job's own page has that of its own "
     "steps alone."
 )
+NOTE_OF_CATEGORIES = (
+    f"{BEST}: the highest speedup of the category. better, worse: told from the reference's there "
+    "(Holm's correction over jobs and categories, 5 %); all others cannot be."
+)
 MOST_MORE = 100  # times the prompts of a comparison: more prompts than this are not asked for
 SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
 Column = tuple[str, Callable[[JobFigures], str]]  # heading, and a job's cell
@@ -78,7 +82,7 @@ def jobs(group: Group, *, title: str = "Jobs", with_speeds: bool = True) -> Bloc
     ]
     return Block(
         title=title,
-        note=" ".join(["Means with 95 % intervals.", *notes(group)]),
+        note=" ".join(["Means with 95 % intervals; drafting: its share of a step.", *notes(group)]),
         all_sentences=list(verdicts(group)),
         table=Table(
             header=["settings", "job", *(heading for heading, _ in columns)],
@@ -106,6 +110,7 @@ def _ranked_columns(group: Group) -> list[Column]:
         *(against if group.reference else []),
         *([] if group.by == "speedup" else [speedup]),
         ("acceptance length", lambda one: estimate(one.lengths[ALL])),
+        *([("drafting", _drafting)] if any(_has_drafting(one) for one in group.jobs) else []),
         (accuracy_name(one.job.summary["accuracy"] for one in group.jobs), _accuracy),
     ]
 
@@ -154,6 +159,15 @@ def _difference(one: JobFigures, group: Group) -> str:
         return versus.says
     is_useful = more and more <= MOST_MORE * versus.ratio.num_requests
     return f"{more:,} more prompts" if is_useful else "cannot tell"
+
+
+def _has_drafting(one: JobFigures) -> bool:
+    return not one.job.is_plain and draft_share(one.breakdown_ms) is not None
+
+
+def _drafting(one: JobFigures) -> str:
+    """Drafting's share of a step of the first run."""
+    return percent(draft_share(one.breakdown_ms)) if _has_drafting(one) else "-"
 
 
 def _accuracy(one: JobFigures) -> str:
@@ -220,9 +234,10 @@ def by_category(group: Group, *, brief: bool = False) -> Block | None:
     scopes = group.scopes
     if len(scopes) < 2:
         return None
+    best = {scope: max(group.jobs, key=lambda one: _speedup(one, scope)) for scope in scopes}
     lines = [
         Line(
-            cells=[one.job.title, *(_both(one, scope, brief) for scope in scopes)],
+            cells=[one.job.title, *(_told(one, scope, best, brief) for scope in scopes)],
             kind=kind_of(one, group),
         )
         for one in group.jobs
@@ -230,9 +245,24 @@ def by_category(group: Group, *, brief: bool = False) -> Block | None:
     metrics = [f"acceptance_length_by_category/{scope}" for scope in scopes if scope != ALL]
     return Block(
         title="Speedup / acceptance length by category",
+        note=NOTE_OF_CATEGORIES if group.reference and group.by == "speedup" else "",
         table=Table(header=["job", *(scope or "all" for scope in scopes)], lines=lines),
         panels=(Panel(kind="bar", title="Acceptance length by category", metrics=metrics),),
     )
+
+
+def _speedup(one: JobFigures, scope: str) -> float:
+    found = one.speedups.get(scope)
+    return found["mean"] if found else 0.0
+
+
+def _told(one: JobFigures, scope: str, best: Mapping[str, JobFigures], brief: bool) -> str:
+    """Cell of a category, with a mark for the highest speedup, and what is told from the
+    reference's."""
+    mark = f"{BEST} " if one is best[scope] and _speedup(one, scope) else ""
+    versus = one.against("speedup", scope)
+    says = "" if versus is None or versus.says == "cannot_tell" else f", {versus.says}"
+    return f"{mark}{_both(one, scope, brief)}{says}"
 
 
 def _both(one: JobFigures, scope: str, brief: bool) -> str:

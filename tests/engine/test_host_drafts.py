@@ -171,9 +171,7 @@ def decoding(drafts: list[int]) -> EngineSequence:
 
 
 def observe(drafts: StepDrafts, sequence: EngineSequence, rows: int, accepted: int) -> None:
-    item = Scheduled(sequence, 1, rows, rows - 1, False, True)
-    item.num_proposed = min(sequence.num_proposed, item.num_drafts)
-    drafts.observe(item, accepted)
+    drafts.observe(Scheduled(sequence, 1, rows, rows - 1, False, True), accepted)
 
 
 def test_a_request_whose_drafts_are_rejected_gets_one_row_and_then_another_try() -> None:

@@ -308,7 +308,8 @@ class DeviceRunner(Runner):
         if plan.continuations is not None:
             drafts = self.speculator.host_drafts
             lookup = None if drafts is None else drafts.lookup
-            write_drafts(self.state, plan.continuations, plan.num_speculative_tokens, lookup)
+            with self.clock("propose"):
+                write_drafts(self.state, plan.continuations, plan.num_speculative_tokens, lookup)
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Launch one part; returns `packed_results` of the plan's requests, then of padding."""

@@ -11,6 +11,7 @@ from typing import Protocol
 from hydraspec.types import PHASES
 
 _NOTHING = nullcontext()
+HOST_DRAFTS = "host_drafts"  # a part of "schedule"
 NO_LAUNCH = {"schedule": 0.0, "launch": 0.0}
 
 
@@ -89,5 +90,12 @@ class StepClock:
         return elapsed - launching + sum(launch_ms.values())
 
     def phase_ms(self) -> dict[str, float | None]:
-        """Milliseconds by phase in PHASES; None where phases are not timed."""
-        return {phase: self._spans[phase].ms if self._has_phases else None for phase in PHASES}
+        """Milliseconds by phase in PHASES; None where phases are not timed. Drafting on the host is
+        part of "propose", though it is a part of scheduling."""
+        if not self._has_phases:
+            return dict.fromkeys(PHASES)
+        found: dict[str, float | None] = {phase: self._spans[phase].ms for phase in PHASES}
+        drafting = self._spans[HOST_DRAFTS].ms
+        found["schedule"] = self._spans["schedule"].ms - drafting
+        found["propose"] = self._spans["propose"].ms + drafting
+        return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from hydraspec.engine.run.timing import HOST_DRAFTS, Clock, no_clock
 from hydraspec.engine.schedule.draft_lengths import lengths_up_to
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
@@ -26,10 +27,14 @@ class StepDrafts:
     where fewer than `min_acceptance` of the requests are expected to accept their draft there, by
     the shares that recent steps of each request, and of the run, accepted. Without drafts these
     shares grow slowly, so that drafts are tried again.
+
+    Attributes:
+        clock: times this part of scheduling.
     """
 
     def __init__(self, drafts: HostDrafts, most: int) -> None:
         """most: drafts of a request, K."""
+        self.clock: Clock = no_clock
         self._drafts, self._most = drafts, most
         self._acceptance = PRIOR  # share of drafts accepted recently, of all requests
         self._fewest_ahead = 0 if drafts.lookup is None else min(drafts.lookup.fewest, most)
@@ -49,6 +54,10 @@ class StepDrafts:
         """Set the continuations of the sequences that decode next, if any is worth a row; returns
         the draft length of the step: as many drafts as are, rounded up to a length that has
         graphs."""
+        with self.clock(HOST_DRAFTS):
+            return self._propose(sequences)
+
+    def _propose(self, sequences: Iterable[Sequence]) -> int:
         decoding = [sequence for sequence in sequences if sequence.decodes_next]
         shares = [self._share(sequence) for sequence in decoding]
         least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)

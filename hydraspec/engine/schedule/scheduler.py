@@ -208,9 +208,7 @@ class Scheduler:
         rows = 1 + num_drafts
         if rows > self._budget:
             return None
-        found = Scheduled(sequence, fewest + undecided - 1, rows, num_drafts, False, True)
-        found.num_proposed = min(sequence.num_proposed, num_drafts)
-        return found
+        return Scheduled(sequence, fewest + undecided - 1, rows, num_drafts, False, True)
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
         """Rows of the next chunk of a prompt. While a span that must stay whole finds too few rows,

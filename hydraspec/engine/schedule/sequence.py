@@ -90,7 +90,10 @@ class Scheduled:
     is_prefill: bool
     samples: bool  # the rows reach the sequence's newest token
     number: int = 0  # of the step, from 1, once the step is launched
-    num_proposed: int = 0  # drafts of a drafter on the host, as far as the step has rows for them
+    num_proposed: int = field(init=False)  # drafts of the host's drafter that the step has rows for
+
+    def __post_init__(self) -> None:
+        self.num_proposed = min(self.sequence.num_proposed, self.num_drafts)
 
     @property
     def seq_len(self) -> int:
