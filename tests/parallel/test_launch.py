@@ -1,12 +1,14 @@
 """The parent of ranks: which fault it names, how soon, and that no process is left.
 
-The ranks are real processes without an engine (support/faulty_rank.py).
+The ranks are processes without an engine (support/faulty_rank.py), in most tests forks of this one,
+as importing torch takes longer than what they do.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import faulty_rank
+import forked
 import pytest
 from grids import slow_unless
 
@@ -37,6 +40,17 @@ def run(folder: Path, told: str, num_ranks: int = 2) -> Ended:
         timeout_s=TIMEOUT_S,
         environment=os.environ,
     )
+
+
+@pytest.fixture
+def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of ranks are forks of this one, which has imported what they import."""
+    import hydraspec.parallel.fleet  # noqa: F401
+
+    monkeypatch.setattr(subprocess, "Popen", forked.popen(faulty_rank.main))
+
+
+forks = pytest.mark.usefixtures("_forks")
 
 
 def since_start(folder: Path) -> float:
@@ -72,6 +86,7 @@ FAULTS = (
 QUICK_FAULTS = {("raise", 1), ("kill", 0), ("stop", 0), ("spin", 1)}
 
 
+@forks
 @pytest.mark.parametrize(
     ("fault", "kind", "said", "rank"),
     slow_unless(
@@ -96,12 +111,14 @@ def test_the_rank_that_failed_is_named(
     assert ("said by rank 1" in log) == (rank == 0 or fault in ("raise", "memory"))
 
 
+@forks
 def test_a_rank_that_imports_for_long_is_no_stopped_one(tmp_path: Path) -> None:
     ended = run(tmp_path, "0:0:import", num_ranks=1)  # others would wait for it in their step
     assert ended == Ended(fault=None, interrupted=False)
     assert none_is_left(tmp_path)
 
 
+@forks
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -119,6 +136,7 @@ def test_a_rank_that_fails_before_its_first_step_is_found_as_soon(
     assert none_is_left(tmp_path)
 
 
+@forks
 def test_a_mistake_of_every_rank_is_one(tmp_path: Path) -> None:
     found = run(tmp_path, "*:1:mistake", num_ranks=3).fault
     assert found is not None
@@ -141,6 +159,7 @@ def interrupted_at(file: Path) -> Iterator[None]:
     thread.join()
 
 
+@forks
 def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
     with interrupted_at(tmp_path / "shared" / "at-1-5"):
         ended = run(tmp_path, "9:0:none")
@@ -149,6 +168,7 @@ def test_an_interrupt_reaches_the_first_rank_once(tmp_path: Path) -> None:
     assert none_is_left(tmp_path)
 
 
+@forks
 def test_an_interrupt_does_not_wait_for_a_rank_that_waits_for_the_first(tmp_path: Path) -> None:
     """Catches Ctrl-C while ranks start, after which they waited a minute for rank 0's port."""
     with interrupted_at(tmp_path / "shared" / "at-0-1"):
@@ -159,6 +179,7 @@ def test_an_interrupt_does_not_wait_for_a_rank_that_waits_for_the_first(tmp_path
     assert none_is_left(tmp_path)
 
 
+@forks
 def test_a_first_rank_that_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
