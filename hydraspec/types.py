@@ -24,6 +24,7 @@ from hydraspec_kernels.attention.plan import RowSegment as RowSegment
 from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
+from hydraspec_kernels.sampling.records import SlotRules as SlotRules
 from hydraspec_kernels.sampling.records import Verdict as Verdict
 from torch import Tensor
 
@@ -57,6 +58,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0  # taken from tokens of the output
+    frequency_penalty: float = 0.0  # taken once for each time that a token is in the output
+    repetition_penalty: float = 1.0  # divides positive logits of prompt and output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what is added to its logit
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
+    min_tokens: int = 0  # output tokens before which nothing ends the request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -290,6 +297,7 @@ class RequestState:
     draft_probs: Tensor | None = None  # [S, K, V_draft] float32, probabilistic drafts only
     draft_vocab_map: Tensor | None = None  # [V_draft] int64 target ids; None: V_draft is V
     draft_survivals: Tensor | None = None  # [S, K] float32, see Draft; None: not estimated
+    rules: SlotRules | None = None  # on logits; None: no request may have any
 
 
 @dataclass(slots=True, kw_only=True)

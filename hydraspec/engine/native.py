@@ -28,6 +28,7 @@ from hydraspec.engine.run.profiling import profile_phases, profile_step
 from hydraspec.engine.run.results import LaunchedStep
 from hydraspec.engine.run.state import write_request
 from hydraspec.engine.run.step_costs import NOT_MEASURED, measure_costs
+from hydraspec.engine.run.step_graphs import GREEDY_VARIANT
 from hydraspec.engine.run.timing import Clock, StepClock
 from hydraspec.engine.schedule.admission import Admission, Cancels, Pending, obeyed
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
@@ -36,6 +37,7 @@ from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.pictures.format import read_picture_format
 from hydraspec.parallel.ranks import current
 from hydraspec.sampling.flags import flags_of
+from hydraspec.sampling.rules import RuleWriter
 from hydraspec.speculators.teacher_forcing.texts import continued, finished_texts
 from hydraspec.speculators.teacher_forcing.trial import can_be_forced
 from hydraspec.types import (
@@ -73,6 +75,9 @@ class NativeEngine(Engine):
         # Steps that were launched and not collected; `step` leaves `_num_ahead` of them.
         self._in_flight: deque[Flight] = deque()
         self._cancels = Cancels()  # of the newest run
+        rules, eos = self.parts.runner.state.rules, self.parts.target.eos_token_ids
+        assert rules is not None
+        self._rules = RuleWriter(rules, tuple(eos))
         self._num_stages = self.parts.target.stage.count
         self._num_ahead = self._num_stages - 1 + bool(self.parts.info.async_scheduling)
         on_cpu = self.parts.target.device.type == "cpu"
@@ -194,6 +199,7 @@ class NativeEngine(Engine):
                     sequence.request.sampling,
                     sequence.num_computed,
                 )
+                self._rules.write(sequence.slot, sequence.request.sampling, sequence.num_prompt)
         return scheduled, self._scheduler.plan(scheduled) if scheduled else None
 
     def _flight(self, scheduled: list[Scheduled], launched: LaunchedStep) -> Flight:
@@ -236,8 +242,8 @@ class NativeEngine(Engine):
         costs that are not known, measure them. All ranks use the costs that rank 0 measured."""
         lengths = self._scheduler.draft_lengths
         all_greedy, flags = flags_of(request.sampling for request in requests)
-        if not all_greedy:
-            self.parts.runner.capture_variant(flags)
+        if (all_greedy, flags) != GREEDY_VARIANT:
+            self.parts.runner.capture_variant(all_greedy, flags)
         if lengths is None or lengths.costs is not None:
             return
         found = measure_costs(

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Iterable
 from functools import cache
 
+from hydraspec.sampling.rules import has_biases, has_penalties
 from hydraspec.types import SamplingFlags, SamplingParams
-
-GREEDY = SamplingFlags(any_greedy=True, any_top_k=False, any_top_p=False, any_min_p=False)
 
 
 def flags_of(
@@ -17,9 +16,11 @@ def flags_of(
     """Returns whether all requests that sample in a step are greedy, and what its requests need of
     the sampler. Truncation has no effect on a greedy request.
     """
-    any_greedy = any_top_k = any_top_p = any_min_p = False
+    any_greedy = any_top_k = any_top_p = any_min_p = any_penalties = any_biases = False
     all_greedy = True
     for sampling, is_sampled in zip(requests, samples, strict=False):
+        any_penalties |= is_sampled and has_penalties(sampling)
+        any_biases |= is_sampled and has_biases(sampling)
         if sampling.temperature == 0.0:
             any_greedy = True
             continue
@@ -28,12 +29,27 @@ def flags_of(
         any_top_p |= sampling.top_p < 1.0
         any_min_p |= sampling.min_p > 0.0
     if all_greedy:
-        return True, GREEDY
-    return False, _flags(any_greedy, any_top_k, any_top_p, any_min_p)
+        return True, _flags(True, False, False, False, any_penalties, any_biases)
+    return False, _flags(any_greedy, any_top_k, any_top_p, any_min_p, any_penalties, any_biases)
 
 
 @cache
-def _flags(any_greedy: bool, any_top_k: bool, any_top_p: bool, any_min_p: bool) -> SamplingFlags:
+def _flags(
+    any_greedy: bool,
+    any_top_k: bool,
+    any_top_p: bool,
+    any_min_p: bool,
+    any_penalties: bool,
+    any_biases: bool,
+) -> SamplingFlags:
     return SamplingFlags(
-        any_greedy=any_greedy, any_top_k=any_top_k, any_top_p=any_top_p, any_min_p=any_min_p
+        any_greedy=any_greedy,
+        any_top_k=any_top_k,
+        any_top_p=any_top_p,
+        any_min_p=any_min_p,
+        any_penalties=any_penalties,
+        any_biases=any_biases,
     )
+
+
+GREEDY = flags_of([])[1]  # of steps whose requests take the argmax of unchanged logits

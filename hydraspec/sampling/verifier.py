@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.rejection import Rule, verify_sampled
+from hydraspec_kernels.sampling.rules import constrained
 from hydraspec_kernels.sampling.verification import verify_prefix, verify_synthetic
 from torch import Tensor
 
@@ -38,10 +39,14 @@ class Verifier:
         """
         if logits.shape[0] == 0:
             return _nothing_sampled(batch)
+        vocabulary = self.vocabulary
+        if flags.any_rules and state.rules is not None:
+            whole, vocabulary = vocabulary.whole(logits), WHOLE
+            logits = constrained(whole, batch, state, state.rules, flags)
         if not batch.all_greedy:
-            whole = self.vocabulary.whole(logits)
+            whole = vocabulary.whole(logits)
             return verify_sampled(whole, batch, state, self.rule, self.acceptance_length, flags)
-        choices = self.vocabulary.greedy_tokens(logits, marks_not_finite=True)
+        choices = vocabulary.greedy_tokens(logits, marks_not_finite=True)
         if self.rule is Rule.SYNTHETIC:
             return verify_synthetic(choices, batch, state.seed, self.acceptance_length)
         # At temperature 0 a lossless rule accepts while the draft is the argmax, without draws.

@@ -52,20 +52,36 @@ TEMPERATURES = (0.0, 0.8)  # greedy, stochastic
 
 
 def add(engine, index: int, length: int, temperature: float) -> Sequence:  # type: ignore[no-untyped-def]
-    sampling = SamplingParams(temperature=temperature, top_k=5, top_p=0.9, min_p=0.01, seed=index)
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.01,
+        seed=index,
+        presence_penalty=0.5,
+        bad_words=((3, 4),),
+    )
     request = Request(index=index, id=str(index), sampling=sampling)
     sequence = Sequence(request=request, token_ids=[3] * length, num_prompt=length)
     engine.parts.scheduler.add(sequence)
     return sequence
 
 
+def faked(record, mode: FakeTensorMode):  # type: ignore[no-untyped-def]
+    """The record with tensors without data, in records inside it too."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            values[name] = faked(value, mode)
+        elif value is not None:
+            values[name] = mode.from_tensor(value)
+    return type(record)(**values)
+
+
 def make_fake(engine, mode: FakeTensorMode) -> None:  # type: ignore[no-untyped-def]
     """Replace the request state and the caches by tensors without data."""
     runner = engine.parts.runner
-    for field in dataclasses.fields(runner.state):
-        value = getattr(runner.state, field.name)
-        if value is not None:
-            setattr(runner.state, field.name, mode.from_tensor(value))
+    runner.state = faked(runner.state, mode)
     caches = runner.kv.caches
     caches[:] = [None if cache is None else mode.from_tensor(cache) for cache in caches]
 

@@ -114,10 +114,10 @@ class DeviceRunner(Runner):
             graphs.capture_greedy(self)
         return graphs.num_bytes
 
-    def capture_variant(self, flags: SamplingFlags) -> None:
+    def capture_variant(self, all_greedy: bool, flags: SamplingFlags) -> None:
         """Capture graphs of steps that are sampled as `flags` say, if steps use graphs."""
         if self.graphs is not None:
-            self.graphs.capture_variant(self, flags)
+            self.graphs.capture_variant(self, all_greedy, flags)
 
     @torch.inference_mode()
     def run_padding(self) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -186,10 +186,10 @@ class StepGraphs:
             self.num_bytes += self.backend.num_bytes() - before
 
     @torch.inference_mode()
-    def capture_variant(self, runner: DeviceRunner, flags: SamplingFlags) -> None:
+    def capture_variant(self, runner: DeviceRunner, all_greedy: bool, flags: SamplingFlags) -> None:
         """Capture graphs for `flags` in every shape that greedy steps have, as far as memory
         allows, so that no such step is captured while requests run."""
-        variant = self._variants.serving(flags)
+        variant = self._variants.serving(all_greedy, flags)
         for greedy in self.manager.descriptors[::-1]:  # large graphs first: small ones reuse memory
             wanted = replace(greedy, variant=variant)
             if greedy.variant == GREEDY_VARIANT and not (
@@ -216,9 +216,10 @@ class StepGraphs:
         found = self.manager.dispatch(wanted)
         if found is None or self._wastes(found.descriptor, wanted.num_rows):
             return None
-        if plan.all_greedy:
+        if (plan.all_greedy, plan.flags) == GREEDY_VARIANT:
             return found
-        exact = replace(found.descriptor, variant=self._variants.serving(plan.flags))
+        variant = self._variants.serving(plan.all_greedy, plan.flags)
+        exact = replace(found.descriptor, variant=variant)
         if exact in self._uncaptured:
             return None
         return self.manager.dispatch(exact) or self._capture_late(runner, exact)
@@ -279,25 +280,23 @@ def _in_pieces(modes: GraphModes, descriptor: Descriptor) -> bool:
 
 
 class SamplingVariants:
-    """Chooses the variant of a graph that serves a step which is not all greedy."""
+    """Chooses the variant of a graph that serves a step which is sampled, or whose logits follow
+    rules."""
 
     def __init__(self) -> None:
-        self._known: list[SamplingFlags] = []
+        self._known: dict[bool, list[SamplingFlags]] = {False: [], True: []}  # by all_greedy
 
-    def serving(self, flags: SamplingFlags) -> tuple[bool, SamplingFlags]:
+    def serving(self, all_greedy: bool, flags: SamplingFlags) -> tuple[bool, SamplingFlags]:
         """The variant with the fewest flags that covers `flags`; a new one where none does."""
-        covering = [known for known in self._known if _covers(known, flags)]
+        known = self._known[all_greedy]
+        covering = [each for each in known if _covers(each, flags)]
         if covering:
-            return False, min(covering, key=lambda known: sum(_values(known)))
-        if len(self._known) >= MAX_VARIANTS:
+            return all_greedy, min(covering, key=lambda each: sum(astuple(each)))
+        if len(known) >= MAX_VARIANTS:
             flags = SamplingFlags()  # covers every other
-        self._known.append(flags)
-        return False, flags
-
-
-def _values(flags: SamplingFlags) -> tuple[bool, ...]:
-    return flags.any_greedy, flags.any_top_k, flags.any_top_p, flags.any_min_p
+        known.append(flags)
+        return all_greedy, flags
 
 
 def _covers(known: SamplingFlags, flags: SamplingFlags) -> bool:
-    return all(has or not needs for has, needs in zip(_values(known), _values(flags), strict=True))
+    return all(has or not needs for has, needs in zip(astuple(known), astuple(flags), strict=True))

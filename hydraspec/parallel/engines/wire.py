@@ -98,6 +98,8 @@ def _sampling(data: Plain) -> SamplingParams:
     sampling = SamplingParams(**data)
     sampling.stop = tuple(sampling.stop)
     sampling.stop_token_ids = tuple(sampling.stop_token_ids)
+    sampling.logit_bias = tuple((token, bias) for token, bias in sampling.logit_bias)
+    sampling.bad_words = tuple(tuple(word) for word in sampling.bad_words)
     return sampling
 
 

@@ -24,6 +24,13 @@ class SamplingFlags:
     any_top_k: bool = True
     any_top_p: bool = True
     any_min_p: bool = True
+    any_penalties: bool = True  # presence, frequency or repetition
+    any_biases: bool = True  # logit_bias, bad_words or min_tokens
+
+    @property
+    def any_rules(self) -> bool:
+        """Returns whether logits of some request may change before anything else reads them."""
+        return self.any_penalties or self.any_biases
 
     @property
     def any_truncation(self) -> bool:
@@ -42,6 +49,25 @@ class SamplingTensors:
     top_k: Tensor  # [N], 0 is off
     top_p: Tensor  # [N] float32, 1 is off
     min_p: Tensor  # [N] float32, 0 is off
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SlotRules:
+    """Rules on the logits of each slot's request, which do not change while it runs. Slots without
+    rules, the last one among them, have values that change nothing.
+
+    Letters beside the module's: M biases, E ending tokens, W bad words of at most C tokens.
+    """
+
+    num_prompt: Tensor  # [S] tokens of the prompt
+    presence: Tensor  # [S] float32, 0 is off
+    frequency: Tensor  # [S] float32, 0 is off
+    repetition: Tensor  # [S] float32, 1 is off
+    bias_ids: Tensor  # [S, M], 0 where there is none
+    biases: Tensor  # [S, M] float32, 0 where there is none
+    num_least: Tensor  # [S] tokens of prompt and output before which no ending token is sampled
+    end_ids: Tensor  # [S, E], -1 where there is none
+    bad_words: Tensor  # [S, W, C], aligned right after -1; -1 alone where there is none
 
 
 class SlotSampling(Protocol):

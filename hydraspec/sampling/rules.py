@@ -1,0 +1,105 @@
+"""Rules of requests on their logits, on the host: which ones a request has, and their place in
+persistent tensors by slot, which steps and graphs read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraspec.types import SamplingParams, SlotRules
+
+MAX_BIASES = 1024  # entries of logit_bias
+MAX_ENDS = 128  # stop_token_ids and the end-of-sequence ids of the target
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 16  # sequences of bad_words, and tokens of each
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Returns whether logits depend on how often tokens have come."""
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+    )
+
+
+def has_biases(sampling: SamplingParams) -> bool:
+    """Returns whether logits of some tokens are raised, lowered or banned."""
+    return bool(sampling.logit_bias or sampling.bad_words or sampling.min_tokens)
+
+
+def new_slot_rules(num_slots: int, device: torch.device) -> SlotRules:
+    """Rules of `num_slots` slots that change nothing."""
+
+    def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full((num_slots, *shape), value, dtype=dtype, device=device)
+
+    return SlotRules(
+        num_prompt=filled(),
+        presence=filled(dtype=torch.float32),
+        frequency=filled(dtype=torch.float32),
+        repetition=filled(value=1, dtype=torch.float32),
+        bias_ids=filled(MAX_BIASES),
+        biases=filled(MAX_BIASES, dtype=torch.float32),
+        num_least=filled(),
+        end_ids=filled(MAX_ENDS, value=-1),
+        bad_words=filled(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, value=-1),
+    )
+
+
+@dataclass(slots=True)
+class RuleWriter:
+    """Writes the rules of requests to their slots, and takes back those of earlier owners."""
+
+    rules: SlotRules
+    eos_token_ids: tuple[int, ...]
+    _with_rules: set[int] = field(default_factory=set)  # slots whose rules change something
+
+    def write(self, slot: int, sampling: SamplingParams, num_prompt: int) -> None:
+        """Give `slot` the rules of a request with so many prompt tokens. The host does not wait."""
+        has_any = has_penalties(sampling) or has_biases(sampling)
+        if not has_any and slot not in self._with_rules:
+            return
+        (self._with_rules.add if has_any else self._with_rules.discard)(slot)
+        rules = self.rules
+        rules.num_prompt[slot].fill_(num_prompt)
+        rules.presence[slot].fill_(sampling.presence_penalty)
+        rules.frequency[slot].fill_(sampling.frequency_penalty)
+        rules.repetition[slot].fill_(sampling.repetition_penalty)
+        rules.num_least[slot].fill_(num_prompt + sampling.min_tokens)
+        ids, biases = (
+            [token for token, _ in sampling.logit_bias],
+            [b for _, b in sampling.logit_bias],
+        )
+        _copy(rules.bias_ids[slot], _padded(ids, MAX_BIASES, 0))
+        _copy(rules.biases[slot], _padded(biases, MAX_BIASES, 0.0))
+        _copy(rules.end_ids[slot], _padded(self._ends(sampling), MAX_ENDS, -1))
+        _copy(rules.bad_words[slot], _words(sampling.bad_words))
+
+    def _ends(self, sampling: SamplingParams) -> list[int]:
+        if not sampling.min_tokens:
+            return []
+        own = () if sampling.ignore_eos else self.eos_token_ids
+        return sorted({*sampling.stop_token_ids, *own})
+
+
+def _padded(values: Sequence[float], width: int, value: float) -> np.ndarray:
+    return np.array([*values, *[value] * (width - len(values))])
+
+
+def _words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
+    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), -1, dtype=np.int64)
+    for row, word in zip(words, bad_words, strict=False):
+        row[-len(word) :] = word
+    return words
+
+
+def _copy(to: Tensor, values: np.ndarray) -> None:
+    staged = torch.from_numpy(values).to(to.dtype)
+    if to.is_cuda:
+        staged = staged.pin_memory()  # given back once the copy is done
+    to.copy_(staged, non_blocking=True)

@@ -1,0 +1,35 @@
+"""Rules on logits: what changes the target's rows before temperature, truncation and verification.
+
+Row j of a request reads its known tokens and the j drafts before it, so that rules are exact at
+every draft and nothing has to be taken back for rejected ones (docs/adr/0052).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hydraspec_kernels.sampling.records import (
+    SamplingFlags,
+    SlotRules,
+    SlotTokens,
+    VerifiedBatch,
+)
+from hydraspec_kernels.sampling.rules.reference import constrained_reference
+
+__all__ = ["constrained"]
+
+
+def constrained(
+    logits: Tensor,
+    batch: VerifiedBatch,
+    state: SlotTokens,
+    rules: SlotRules,
+    flags: SamplingFlags,
+) -> Tensor:
+    """Logits [N, V] under the rules of each row's request, in a new tensor of float32 (float64 for
+    float64). Biases and bans come first, then the repetition penalty, then those of frequency and
+    presence. `state` is that before the step; `flags` say which rules some request has.
+
+    It reads nothing back and has shapes of its inputs alone: a graph may hold it.
+    """
+    return constrained_reference(logits, batch, state, rules, flags)

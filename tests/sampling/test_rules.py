@@ -1,0 +1,144 @@
+"""Rules on logits against transformers' logits processors, at every draft of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydraspec_kernels.sampling.records import EVERYTHING
+from hydraspec_kernels.sampling.rules import constrained
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from hydraspec.sampling.flags import flags_of
+from hydraspec.sampling.rules import RuleWriter, new_slot_rules
+from hydraspec.types import SamplingParams
+
+NUM_CASES = 500
+VOCAB, K, EOS = 24, 4, 1
+
+
+class Penalties:
+    """Frequency and presence penalties by vLLM's definition: on tokens of the output alone."""
+
+    def __init__(self, sampling: SamplingParams, num_prompt: int) -> None:
+        self.sampling, self.num_prompt = sampling, num_prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=VOCAB)
+        scores = scores - self.sampling.frequency_penalty * counts
+        return scores - self.sampling.presence_penalty * (counts > 0)
+
+
+def processors(sampling: SamplingParams, num_prompt: int) -> LogitsProcessorList:
+    """transformers' processors of these rules, in its own order, then the penalties it lacks."""
+    found: list[Any] = []
+    if sampling.logit_bias:
+        biases = {(token,): bias for token, bias in sampling.logit_bias}
+        found.append(SequenceBiasLogitsProcessor(biases))
+    if sampling.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.bad_words:
+        words = [list(word) for word in sampling.bad_words]
+        found.append(NoBadWordsLogitsProcessor(words))
+    ends = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
+    if sampling.min_tokens and ends:
+        found.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends))
+    return LogitsProcessorList([*found, Penalties(sampling, num_prompt)])
+
+
+def drawn_rules(rng: np.random.Generator, text: list[int]) -> SamplingParams:
+    """Each rule with probability a half; bad words are often such as the text completes."""
+
+    def sometimes(value: Any, off: Any) -> Any:
+        return value if rng.random() < 0.5 else off
+
+    tokens = rng.permutation(VOCAB)
+    words = []
+    for _ in range(rng.integers(1, 4)):
+        length, start = int(rng.integers(1, 5)), int(rng.integers(0, len(text)))
+        words.append((*text[start : start + length - 1], int(rng.integers(0, VOCAB))))
+    return SamplingParams(
+        presence_penalty=sometimes(float(rng.uniform(-2, 2)), 0.0),
+        frequency_penalty=sometimes(float(rng.uniform(-2, 2)), 0.0),
+        repetition_penalty=sometimes(float(rng.uniform(0.5, 2)), 1.0),
+        logit_bias=sometimes(tuple((int(t), float(rng.normal() * 5)) for t in tokens[:3]), ()),
+        bad_words=sometimes(tuple(words), ()),
+        min_tokens=sometimes(int(rng.integers(1, 12)), 0),
+        stop_token_ids=sometimes((int(tokens[3]),), ()),
+        ignore_eos=bool(rng.random() < 0.3),
+    )
+
+
+@pytest.fixture
+def windows(make_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Steps of a few requests with texts and rules."""
+
+    def build(rng: np.random.Generator, count: int) -> tuple[Any, list[Any]]:
+        num_known = rng.integers(8, 24, count)
+        texts = [rng.integers(0, VOCAB // 2, n + K).tolist() for n in num_known]
+        num_prompts = [int(rng.integers(6, n + 1)) for n in num_known]
+        drafts = torch.tensor([text[-K:] for text in texts])
+        num_drafts = torch.from_numpy(rng.integers(0, K + 1, count))
+        logits = torch.from_numpy(rng.normal(0, 3, (count, K + 1, VOCAB))).float()
+        step = make_step(
+            logits, drafts, num_drafts=num_drafts, num_computed=torch.tensor(num_known - 1)
+        )
+        num_slots = len(step.state.num_computed)
+        state = replace(
+            step.state,
+            token_ids=torch.randint(0, VOCAB, (num_slots, 32)),
+            rules=new_slot_rules(num_slots, torch.device("cpu")),
+        )
+        writer = RuleWriter(state.rules, (EOS,))
+        settings = [drawn_rules(rng, text) for text in texts]
+        for place, slot in enumerate(step.batch.slots.tolist()):
+            writer.write(slot, drawn_rules(rng, texts[place]), 3)  # of an earlier owner
+            writer.write(slot, settings[place], num_prompts[place])
+            state.token_ids[slot, : num_known[place]] = torch.tensor(texts[place][:-K])
+            state.token_ids[slot, num_known[place] :][:K] = drafts[place]
+        cases = list(zip(texts, num_known, num_prompts, num_drafts.tolist(), settings, strict=True))
+        return replace(step, state=state), cases
+
+    return build
+
+
+def test_rules_are_those_of_transformers_at_every_draft(windows: Callable[..., Any]) -> None:
+    """500 random requests, float32. Fails if a rule looks one token too far or too near, forgets
+    the drafts before a row, counts prompt tokens as output, or outlives its slot's owner."""
+    rng = np.random.default_rng(0)
+    num_cases = num_changed = 0
+    while num_cases < NUM_CASES:
+        step, cases = windows(rng, 10)
+        _, flags = flags_of(settings for *_, settings in cases)
+        found = constrained(step.logits, step.batch, step.state, step.state.rules, flags)
+        found = found.view(len(cases), K + 1, VOCAB)
+        rows = step.logits.view_as(found)
+        for place, (text, num_known, num_prompt, num_drafts, sampling) in enumerate(cases):
+            change = processors(sampling, num_prompt)
+            for j in range(num_drafts + 1):
+                ids = torch.tensor([text[: num_known + j]])
+                expected = change(ids, rows[place, j : j + 1].clone())[0]
+                torch.testing.assert_close(found[place, j], expected, rtol=1e-6, atol=2e-6)
+                num_changed += not torch.equal(expected, rows[place, j])
+        num_cases += len(cases)
+    assert num_changed > NUM_CASES
+
+
+def test_slots_without_rules_keep_their_logits(windows: Callable[..., Any]) -> None:
+    """Bit for bit, beside requests with rules, also with flags that are true without need."""
+    step, _ = windows(np.random.default_rng(1), 4)
+    plain = new_slot_rules(len(step.state.num_computed), torch.device("cpu"))
+    found = constrained(step.logits, step.batch, step.state, plain, EVERYTHING)
+    assert torch.equal(found.nan_to_num(7.0), step.logits.nan_to_num(7.0))
+    assert found.data_ptr() != step.logits.data_ptr()
