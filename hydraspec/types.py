@@ -23,6 +23,10 @@ from hydraspec_kernels.attention.plan import GroupShape as GroupShape
 from hydraspec_kernels.attention.plan import RowSegment as RowSegment
 from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
+from hydraspec_kernels.sampling.records import MAX_BAD_WORD_LENGTH as MAX_BAD_WORD_LENGTH
+from hydraspec_kernels.sampling.records import MAX_BAD_WORDS as MAX_BAD_WORDS
+from hydraspec_kernels.sampling.records import MAX_BIASES as MAX_BIASES
+from hydraspec_kernels.sampling.records import MAX_ENDS as MAX_ENDS
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import SlotRules as SlotRules
 from hydraspec_kernels.sampling.records import Verdict as Verdict
@@ -63,7 +67,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive logits of prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what is added to its logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
-    min_tokens: int = 0  # output tokens before which nothing ends the request
+    min_tokens: int = 0  # output tokens before which only a limit ends the request
+    n: int = 1  # samples of the prompt, each of which is a request
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from hydraspec.config.drafts import (
 from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
 from hydraspec.config.messages import listing, refusal, show
 from hydraspec.config.metrics import METRICS_RULES, without_drafts
-from hydraspec.config.ranges import SAMPLING_RANGES
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
+from hydraspec.config.sampling import SAMPLING_RULES, check_sampling_entries, within
 from hydraspec.config.schema import (
     AUTO,
     DraftSampling,
@@ -50,11 +50,7 @@ def check(config: RunConfig) -> None:
     about values without effect to `config.warnings`."""
     enforce(RULES, config)
     check_min_survival(config)
-    for i, token in enumerate(config.sampling.stop_token_ids):
-        ids = SAMPLING_RANGES["stop_token_ids"]
-        if not ids.allows(token):
-            key = f"sampling.stop_token_ids[{i}]"
-            raise refusal(key, token, "is out of range", allowed=ids.allowed, remedy=ids.remedy)
+    check_sampling_entries(config)
     if config.target.max_model_len is not None:
         check_random_room(config, config.target.max_model_len)
     if config.engine.name == VLLM and config.parallelism.pipeline > 1 and _drafts(config):
@@ -96,11 +92,6 @@ def _named(group: str, *more: str) -> Rule:
 def _not_empty(key: str) -> Rule:
     allowed, remedy = "a folder, a hub id or zoo:<name>", "write one of these, or leave the key out"
     return Rule(key, lambda checkpoint, c: checkpoint != "", allowed, "is empty", remedy)
-
-
-def _within(key: str, name: str) -> Rule:
-    known = SAMPLING_RANGES[name]
-    return Rule(key, lambda v, c: known.allows(v), known.allowed, remedy=known.remedy)
 
 
 def _shape(group: str) -> Iterator[Rule]:
@@ -232,7 +223,7 @@ METHOD_AND_ENGINE = (
 )
 
 RULES = (
-    _within("seed", "seed"),
+    within("seed", "seed"),
     at_least("target.max_model_len", 2, "2 or more, or null"),
     Rule(
         "target.max_soft_tokens",
@@ -295,16 +286,7 @@ RULES = (
         "holds batches larger than any",
         lambda sizes, c: f"leave out what is larger, or raise engine.max_num_seqs to {sizes[-1]}",
     ),
-    *(
-        _within(f"sampling.{name}", name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")
-    ),
-    Rule(
-        "sampling.stop",
-        lambda strings, c: "" not in strings,
-        "strings of one character or more",
-        "holds an empty string",
-    ),
+    *SAMPLING_RULES,
     *WORKLOAD_RULES,
     Rule(  # Weights & Biases refuses such names, which would cost the run its record
         "tracker.project",

@@ -177,6 +177,20 @@ _RULES = (
         "is not available with engine=vllm and drafts",
         "leave the key out, or choose method=none or engine=native",
     ),
+    Rule(
+        "sampling.logit_bias",
+        lambda biases, c: not (biases and c.method.name != "none"),
+        "{{}}",
+        "is not available with engine=vllm and drafts",
+        "leave the key out, or choose method=none or engine=native",
+    ),
+    Rule(
+        "sampling.bad_words",
+        lambda words, c: not words,
+        "[]",
+        "is not available with engine=vllm, which takes words as text alone",
+        "leave the key out, or choose engine=native",
+    ),
 )
 _CACHE = (
     Rule(

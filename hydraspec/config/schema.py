@@ -215,6 +215,13 @@ class SamplingConfig:
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = field(default_factory=dict)  # by token id
+    bad_words: list[list[int]] = field(default_factory=list)  # token ids of each
+    min_tokens: int = 0
+    n: int = 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -113,14 +113,15 @@ class FinishCheck:
             return list(tokens)
         for count, token in enumerate(tokens, 1):
             sequence.token_ids.append(token)
-            is_stopped = bool(sampling.stop) and self._stop_string(sequence)  # also cuts the text
-            if is_stopped or token in ends:
+            num_output = sequence.num_tokens - sequence.num_prompt
+            may_stop = num_output > sampling.min_tokens
+            # This also cuts the text.
+            is_stopped = may_stop and bool(sampling.stop) and self._stop_string(sequence)
+            is_end = may_stop and token in ends
+            if is_stopped or is_end:
                 sequence.finish_reason = "stop"
-                sequence.ended_by_token = token in ends
-            elif (
-                sequence.num_tokens - sequence.num_prompt >= sampling.max_tokens
-                or sequence.num_tokens >= self._max_model_len
-            ):
+                sequence.ended_by_token = is_end
+            elif num_output >= sampling.max_tokens or sequence.num_tokens >= self._max_model_len:
                 sequence.finish_reason = "length"
             if sequence.finish_reason:
                 return list(tokens[:count])
@@ -137,14 +138,18 @@ class FinishCheck:
         return ends
 
     def _stop_string(self, sequence: OfferedRequest) -> bool:
-        """Returns whether the text holds a stop string; then the text is cut before the earliest
-        one."""
+        """Returns whether the text holds a stop string that ends after the first min_tokens
+        tokens; then the text is cut before the earliest one."""
         assert self._decode is not None, "tokenize() refuses stop strings without a tokenizer"
         if not self._tail_holds_stop(sequence, self._decode):
             return False
-        text = self._decode(sequence.output_token_ids)
+        sampling, output = sequence.request.sampling, sequence.output_token_ids
+        text = self._decode(output)
+        first = len(self._decode(output[: sampling.min_tokens])) if sampling.min_tokens else 0
         places = [
-            place for stop in sequence.request.sampling.stop if (place := text.find(stop)) >= 0
+            place
+            for stop in sampling.stop
+            if (place := text.find(stop, max(0, first - len(stop) + 1))) >= 0
         ]
         if places:
             sequence.text = text[: min(places)]

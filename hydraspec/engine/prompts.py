@@ -13,7 +13,7 @@ from hydraspec.engine.bounded import OutOfBoundsError, bounded
 from hydraspec.engine.pictures import put_images, read_pictures
 from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.tokenizer import Tokenizer
-from hydraspec.types import Request, WorkloadError
+from hydraspec.types import Request, SamplingParams, WorkloadError
 
 ANSWER = "answer-{}-of-this-conversation"  # stands in a chat for an answer not given yet
 
@@ -66,6 +66,24 @@ def tokenize(
                 f"request {request.id}: the prompt is empty after tokenisation",
                 request_id=request.id,
             )
+
+
+def refuse_sampling(requests: Sequence[Request], without: Mapping[str, str], engine: str) -> None:
+    """Refuse requests with sampling keys that an engine lacks; `without` says of each key what the
+    engine has in its place.
+
+    Raises:
+        WorkloadError: naming the first such request and key.
+    """
+    unset = SamplingParams()
+    for request in requests:
+        for key, has in without.items():
+            if getattr(request.sampling, key) != getattr(unset, key):
+                raise WorkloadError(
+                    f"request {request.id}: sampling.{key} is not available with engine={engine}, "
+                    f"which has {has}: leave the key out, or choose engine=native",
+                    request_id=request.id,
+                )
 
 
 def _refuse_spans(request: Request, info: EngineInfo) -> None:

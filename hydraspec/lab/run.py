@@ -182,7 +182,7 @@ def _tokenised(config: RunConfig, engine: Engine, workload: Workload | None) -> 
     vocab_size = engine.info.vocab_size
     if workload is None:
         workload = generated.random_requests(config, vocab_size)
-    workloads.check_configured_stops(config, vocab_size)
+    workloads.check_configured_ids(config, vocab_size)
     workload.check_vocabulary(vocab_size)
     try:
         engine.tokenize(workload.requests)

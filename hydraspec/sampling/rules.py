@@ -4,18 +4,21 @@ persistent tensors by slot, which steps and graphs read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hydraspec.types import SamplingParams, SlotRules
-
-MAX_BIASES = 1024  # entries of logit_bias
-MAX_ENDS = 128  # stop_token_ids and the end-of-sequence ids of the target
-MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 16  # sequences of bad_words, and tokens of each
+from hydraspec.types import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_ENDS,
+    SamplingParams,
+    SlotRules,
+)
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -30,6 +33,18 @@ def has_penalties(sampling: SamplingParams) -> bool:
 def has_biases(sampling: SamplingParams) -> bool:
     """Returns whether logits of some tokens are raised, lowered or banned."""
     return bool(sampling.logit_bias or sampling.bad_words or sampling.min_tokens)
+
+
+def early_ends(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> list[int]:
+    """Tokens that are banned while an output has fewer than min_tokens tokens."""
+    if not sampling.min_tokens:
+        return []
+    return sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)})
+
+
+def has_rules(sampling: SamplingParams) -> bool:
+    """Returns whether logits change before temperature and truncation."""
+    return has_penalties(sampling) or has_biases(sampling)
 
 
 def new_slot_rules(num_slots: int, device: torch.device) -> SlotRules:
@@ -61,7 +76,7 @@ class RuleWriter:
 
     def write(self, slot: int, sampling: SamplingParams, num_prompt: int) -> None:
         """Give `slot` the rules of a request with so many prompt tokens. The host does not wait."""
-        has_any = has_penalties(sampling) or has_biases(sampling)
+        has_any = has_rules(sampling)
         if not has_any and slot not in self._with_rules:
             return
         (self._with_rules.add if has_any else self._with_rules.discard)(slot)
@@ -71,20 +86,13 @@ class RuleWriter:
         rules.frequency[slot].fill_(sampling.frequency_penalty)
         rules.repetition[slot].fill_(sampling.repetition_penalty)
         rules.num_least[slot].fill_(num_prompt + sampling.min_tokens)
-        ids, biases = (
-            [token for token, _ in sampling.logit_bias],
-            [b for _, b in sampling.logit_bias],
-        )
+        ids = [token for token, _ in sampling.logit_bias]
+        biases = [bias for _, bias in sampling.logit_bias]
         _copy(rules.bias_ids[slot], _padded(ids, MAX_BIASES, 0))
         _copy(rules.biases[slot], _padded(biases, MAX_BIASES, 0.0))
-        _copy(rules.end_ids[slot], _padded(self._ends(sampling), MAX_ENDS, -1))
+        ends = early_ends(sampling, self.eos_token_ids)
+        _copy(rules.end_ids[slot], _padded(ends, MAX_ENDS, -1))
         _copy(rules.bad_words[slot], _words(sampling.bad_words))
-
-    def _ends(self, sampling: SamplingParams) -> list[int]:
-        if not sampling.min_tokens:
-            return []
-        own = () if sampling.ignore_eos else self.eos_token_ids
-        return sorted({*sampling.stop_token_ids, *own})
 
 
 def _padded(values: Sequence[float], width: int, value: float) -> np.ndarray:

@@ -6,12 +6,12 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydraspec.config.ranges import SAMPLING_RANGES
+from hydraspec.config.ranges import MAX_INT64, SAMPLING_RANGES, Range, entries, too_many_ends
 from hydraspec.types import Picture, Request, SamplingParams, WorkloadError
 from hydraspec.workloads.messages import check_order, parse_messages
 from hydraspec.workloads.pictures import read_picture
@@ -21,7 +21,8 @@ KEYS = ("id", *PROMPTS, "system", "category", "answer", "max_tokens", "sampling"
 MAX_META_DEPTH = 50  # levels; deeper nesting could not be written to requests.jsonl
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("stop", "stop_token_ids", "ignore_eos"),
+    *("stop", "stop_token_ids", "ignore_eos", "min_tokens", "n"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
 )
 
 
@@ -55,7 +56,7 @@ def parse_line(
     answers = line.answers(values.get("answer"), len(turns))
     messages, pictures = line.messages(values.get("messages"))
     token_ids = line.token_ids("prompt_token_ids", values.get("prompt_token_ids"))
-    return [
+    requests = [
         Request(
             index=index + i,
             id=f"{id_}/{i + 1}" if turns else id_,
@@ -72,6 +73,25 @@ def parse_line(
         )
         for i, answer in enumerate(answers)
     ]
+    num_samples = requests[0].sampling.n
+    if num_samples == 1:
+        return requests
+    if turns:
+        line.refuse("sampling.n", num_samples, "1 in a conversation")
+    has_own_seed = (values.get("sampling") or {}).get("seed") is not None
+    return [_sample(requests[0], i, None if has_own_seed else defaults) for i in range(num_samples)]
+
+
+def _sample(
+    first: Request, number: int, defaults: Callable[[int], SamplingParams] | None
+) -> Request:
+    """Sample `number`, counted from 0, of a prompt whose first sample is given. Its seed is that of
+    its place or, for a line with its own (no `defaults`), so many more."""
+    index, seed = first.index + number, (first.sampling.seed + number) & MAX_INT64
+    if defaults is not None:
+        seed = defaults(index).seed
+    sampling = replace(first.sampling, seed=seed)
+    return replace(first, index=index, id=f"{first.id}#{number + 1}", sampling=sampling)
 
 
 @dataclass(slots=True, frozen=True)
@@ -243,10 +263,21 @@ class _Line:
             if value is None:
                 continue
             self.check_sampling(key, value)
-            if key in ("stop", "stop_token_ids"):
-                value = (value,) if isinstance(value, str) else tuple(value)
-            merged[key] = value
-        return SamplingParams(**merged)
+            merged[key] = as_params(key, value)
+        return self.checked_together(SamplingParams(**merged))
+
+    def checked_together(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters, which are refused where one does not fit the other."""
+        if sampling.min_tokens > sampling.max_tokens:
+            allowed = f"at most max_tokens, which is {sampling.max_tokens}"
+            self.refuse("sampling.min_tokens", sampling.min_tokens, allowed)
+        num_stops = len(sampling.stop_token_ids)
+        if allowed := too_many_ends(sampling.min_tokens, num_stops):
+            self.refuse("sampling.stop_token_ids (entries)", num_stops, allowed)
+        if sampling.n > 1 and sampling.temperature == 0:
+            allowed = "1 at temperature 0, where all samples are the same"
+            self.refuse("sampling.n", sampling.n, allowed)
+        return sampling
 
     def check_sampling(self, key: str, value: Any) -> None:
         name = f"sampling.{key}"
@@ -254,14 +285,24 @@ class _Line:
             self.within(name, key, value)
             return
         self.checked(name, value)
-        if key == "stop_token_ids":
-            for i, token in enumerate(value):
-                self.within(f"{name}[{i}]", key, token)
+        for place, known, entry in entries(key, value):
+            self.inside(f"{name}{place}", known, entry)
 
     def within(self, name: str, key: str, value: object) -> None:
-        known = SAMPLING_RANGES[key]
+        self.inside(name, SAMPLING_RANGES[key], value)
+
+    def inside(self, name: str, known: Range, value: object) -> None:
         if not known.allows(value):
             self.refuse(name, value, f"{known.allowed}; {known.remedy}")
+
+
+def as_params(key: str, value: Any) -> Any:
+    """The checked value of a sampling key as SamplingParams has it: tuples in place of lists."""
+    if key in ("stop", "stop_token_ids"):
+        return (value,) if isinstance(value, str) else tuple(value)
+    if key == "logit_bias":
+        return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+    return tuple(map(tuple, value)) if key == "bad_words" else value
 
 
 def _depth(value: object) -> int:
@@ -314,5 +355,13 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sampling.stop_token_ids": (
         lambda value: isinstance(value, list),
         f"a list of {SAMPLING_RANGES['stop_token_ids'].allowed}",
+    ),
+    "sampling.logit_bias": (
+        lambda value: isinstance(value, dict),
+        'an object of biases by token id: {"42": -1.5}',
+    ),
+    "sampling.bad_words": (
+        lambda value: isinstance(value, list) and all(isinstance(word, list) for word in value),
+        "a list of lists of token ids: [[42], [7, 8]]",
     ),
 }

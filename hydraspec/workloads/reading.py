@@ -26,7 +26,7 @@ from hydraspec.types import Request, SamplingParams, WorkloadError
 from hydraspec.workloads import drawn, published
 from hydraspec.workloads import files as workload_files
 from hydraspec.workloads.conversations import conversations_of_lines, num_turns_in_all
-from hydraspec.workloads.lines import parse_line
+from hydraspec.workloads.lines import as_params, parse_line
 
 MASK_64 = (1 << 64) - 1
 
@@ -59,7 +59,7 @@ class Workload:
             key = f"turns[{request.turn - 1}]" if has_turns else "prompt_token_ids"
             given = (
                 (key, request.prompt_token_ids or (), "tokenise the prompt with"),
-                ("sampling.stop_token_ids", request.sampling.stop_token_ids, "give ids of"),
+                *((f"sampling.{k}", t, "give ids of") for k, t in token_ids_of(request.sampling)),
             )
             for name, tokens, to_do in given:
                 if (token := max(tokens, default=0)) >= vocab_size:
@@ -70,16 +70,26 @@ class Workload:
                     )
 
 
-def check_configured_stops(config: RunConfig, vocab_size: int) -> None:
-    """Refuse ids in sampling.stop_token_ids that the target does not have.
+def token_ids_of(sampling: SamplingParams) -> list[tuple[str, list[int]]]:
+    """Keys of sampling that hold token ids, with these."""
+    return [
+        ("stop_token_ids", list(sampling.stop_token_ids)),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("bad_words", [token for word in sampling.bad_words for token in word]),
+    ]
+
+
+def check_configured_ids(config: RunConfig, vocab_size: int) -> None:
+    """Refuse token ids in the sampling keys that the target does not have.
 
     Raises:
         ConfigurationError: naming the first one.
     """
-    for i, token in enumerate(config.sampling.stop_token_ids):
-        if token >= vocab_size:
+    for key, ids in token_ids_of(default_sampling(config.sampling, seed=0)):
+        if (token := max(ids, default=0)) >= vocab_size:
+            place = f"[{ids.index(token)}]" if key == "stop_token_ids" else " (token)"
             raise refusal(
-                f"sampling.stop_token_ids[{i}]",
+                f"sampling.{key}{place}",
                 token,
                 "is outside the target's vocabulary",
                 allowed=f"0 to {vocab_size - 1}",
@@ -241,6 +251,13 @@ def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
         stop=tuple(config.stop),
         stop_token_ids=tuple(config.stop_token_ids),
         ignore_eos=config.ignore_eos,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        repetition_penalty=config.repetition_penalty,
+        logit_bias=as_params("logit_bias", config.logit_bias),
+        bad_words=as_params("bad_words", config.bad_words),
+        min_tokens=config.min_tokens,
+        n=config.n,
     )
 
 

@@ -11,50 +11,14 @@ import pytest
 import torch
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.rules import constrained
-from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
+from hydraspec.adapters.transformers.rules import processors
 from hydraspec.sampling.flags import flags_of
 from hydraspec.sampling.rules import RuleWriter, new_slot_rules
 from hydraspec.types import SamplingParams
 
 NUM_CASES = 500
 VOCAB, K, EOS = 24, 4, 1
-
-
-class Penalties:
-    """Frequency and presence penalties by vLLM's definition: on tokens of the output alone."""
-
-    def __init__(self, sampling: SamplingParams, num_prompt: int) -> None:
-        self.sampling, self.num_prompt = sampling, num_prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=VOCAB)
-        scores = scores - self.sampling.frequency_penalty * counts
-        return scores - self.sampling.presence_penalty * (counts > 0)
-
-
-def processors(sampling: SamplingParams, num_prompt: int) -> LogitsProcessorList:
-    """transformers' processors of these rules, in its own order, then the penalties it lacks."""
-    found: list[Any] = []
-    if sampling.logit_bias:
-        biases = {(token,): bias for token, bias in sampling.logit_bias}
-        found.append(SequenceBiasLogitsProcessor(biases))
-    if sampling.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.bad_words:
-        words = [list(word) for word in sampling.bad_words]
-        found.append(NoBadWordsLogitsProcessor(words))
-    ends = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
-    if sampling.min_tokens and ends:
-        found.append(MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends))
-    return LogitsProcessorList([*found, Penalties(sampling, num_prompt)])
 
 
 def drawn_rules(rng: np.random.Generator, text: list[int]) -> SamplingParams:
@@ -125,7 +89,7 @@ def test_rules_are_those_of_transformers_at_every_draft(windows: Callable[..., A
         found = found.view(len(cases), K + 1, VOCAB)
         rows = step.logits.view_as(found)
         for place, (text, num_known, num_prompt, num_drafts, sampling) in enumerate(cases):
-            change = processors(sampling, num_prompt)
+            change = processors(sampling, num_prompt, [EOS])
             for j in range(num_drafts + 1):
                 ids = torch.tensor([text[: num_known + j]])
                 expected = change(ids, rows[place, j : j + 1].clone())[0]

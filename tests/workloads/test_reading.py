@@ -212,9 +212,9 @@ def test_token_ids_are_checked_against_the_vocabulary(
     with pytest.raises(WorkloadError, match=rf":2: {key}: 10 is outside .* of 10 tokens"):
         workload.check_vocabulary(10)
     config.sampling.stop_token_ids = [3, 10]
-    workloads.check_configured_stops(config, 11)
+    workloads.check_configured_ids(config, 11)
     with pytest.raises(ConfigurationError, match=r"(?s)stop_token_ids\[1\]=10 .*allowed: 0 to 9"):
-        workloads.check_configured_stops(config, 10)
+        workloads.check_configured_ids(config, 10)
 
 
 def test_edges_of_the_ranges_are_allowed(config: RunConfig, path: Path) -> None:

@@ -15,9 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import LogitsProcessor
 
 from hydraspec.adapters.transformers.images import image_inputs
 from hydraspec.adapters.transformers.loading import TransformersParts, load_parts
+from hydraspec.adapters.transformers.rules import RuleProcessor
 from hydraspec.adapters.transformers.watch import AssistedWatch, StepWatch, StreamSampler
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
@@ -26,6 +28,7 @@ from hydraspec.engine.machine import log_once, model_length
 from hydraspec.engine.prompts import tokenize
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
+from hydraspec.sampling.rules import has_rules
 from hydraspec.types import IMAGE, Completion, Image, Request, Span, StepRecord
 
 log = logging.getLogger(__name__)
@@ -128,6 +131,11 @@ class TransformersEngine(Engine):
             max_length = ids.shape[1] + max(self._num_left(sequence) for sequence in batch)
         sampled = any(sequence.request.sampling.temperature > 0 for sequence in batch)
         requests = [sequence.request for sequence in batch]
+        processors: list[LogitsProcessor] = []
+        if any(map(has_rules, (sequence.request.sampling for sequence in batch))):
+            processors.append(RuleProcessor(batch, num_padding, self.parts.eos_token_ids))
+        if sampled:
+            processors.append(StreamSampler(batch, num_padding, self.parts.device))
         self.parts.model.generate(
             ids,
             **self._image_inputs(requests, num_padding, ids.shape[1]),
@@ -136,9 +144,7 @@ class TransformersEngine(Engine):
             max_length=max_length,
             do_sample=False,
             stopping_criteria=[watch],
-            logits_processor=(
-                [StreamSampler(batch, num_padding, self.parts.device)] if sampled else []
-            ),
+            logits_processor=processors,
         )
         assert all(sequence.finish_reason for sequence in batch), "generate() stopped early"
         return watch.records

@@ -21,7 +21,7 @@ from hydraspec.adapters.vllm.steps import Part, StepStats, drafts_of, share_out
 from hydraspec.config.schema import KVDtype, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
-from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.prompts import refuse_sampling, tokenize
 from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
@@ -69,6 +69,7 @@ class VllmEngine(Engine):
         parts = self.parts
         checkpoint = parts.config.target.checkpoint
         tokenize(requests, parts.tokenizer, self.info, checkpoint, parts.pictures)
+        refuse_sampling(requests, {"bad_words": "words as text alone"}, "vllm")
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None
@@ -268,6 +269,11 @@ def sampling_params(sampling: SamplingParams, eos_token_ids: Seq[int], *, stream
         max_tokens=sampling.max_tokens,
         stop_token_ids=sorted(ends),
         ignore_eos=True,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        min_tokens=min(sampling.min_tokens, sampling.max_tokens),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
