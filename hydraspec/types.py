@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from hydraspec_kernels.sampling.records import MAX_BAD_WORD_LENGTH as MAX_BAD_WO
 from hydraspec_kernels.sampling.records import MAX_BAD_WORDS as MAX_BAD_WORDS
 from hydraspec_kernels.sampling.records import MAX_BIASES as MAX_BIASES
 from hydraspec_kernels.sampling.records import MAX_ENDS as MAX_ENDS
+from hydraspec_kernels.sampling.records import MAX_LOGPROBS as MAX_LOGPROBS
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import SlotRules as SlotRules
 from hydraspec_kernels.sampling.records import Verdict as Verdict
@@ -69,6 +70,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
     min_tokens: int = 0  # output tokens before which only a limit ends the request
     n: int = 1  # samples of the prompt, each of which is a request
+    logprobs: int | None = None  # alternatives of each output token, with its log probability
+    prompt_logprobs: int | None = None  # alternatives of each prompt token but the first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +110,20 @@ class Request:
         return Prompt(self.prompt_token_ids, self.spans)
 
 
+class TokenLogprob(NamedTuple):
+    """The natural logarithm of a token's probability, beside the most probable tokens."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # ids and log probabilities, falling; impossible ones left out
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> Self:
+        """The record that JSON has as a list."""
+        token_id, logprob, top = plain
+        return cls(token_id, logprob, [(other, value) for other, value in top])
+
+
 @dataclass(slots=True, kw_only=True)
 class Completion:
     """A finished request. finish_reason is "stop", "length" or "error" (then `error` says why)."""
@@ -125,6 +142,8 @@ class Completion:
     inter_token_ms: list[float] = field(default_factory=list)
     spans: tuple[Span, ...] = ()  # of prompt_token_ids
     ended_by_token: bool = True  # where the reason is "stop": a stop token, not only a stop string
+    logprobs: list[TokenLogprob] | None = None  # of output_token_ids; None: not asked for
+    prompt_logprobs: list[TokenLogprob] | None = None  # of prompt_token_ids, from the second on
 
     @property
     def prompt(self) -> Prompt:
@@ -255,6 +274,14 @@ class Continuations:
     is_ahead: bool  # a step in flight samples tokens that the host does not know
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ScoredRows:
+    """Rows of prompts whose next tokens are known and get log probabilities."""
+
+    rows: np.ndarray  # [R] int64 rows of T
+    token_ids: np.ndarray  # [R] int64, the prompts' own next tokens
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """The scheduler's decision, as plain numbers. Requests are ordered so that segments are
@@ -273,6 +300,7 @@ class StepPlan:
     continuations: Continuations | None = None  # drafts to verify, where the host proposes any
     images: tuple[ImageRows, ...] = ()  # rows of images
     next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
+    scored: ScoredRows | None = None  # such a step runs eagerly, and every row through every layer
 
     @property
     def decode_rows(self) -> int:
@@ -303,6 +331,7 @@ class RequestState:
     draft_vocab_map: Tensor | None = None  # [V_draft] int64 target ids; None: V_draft is V
     draft_survivals: Tensor | None = None  # [S, K] float32, see Draft; None: not estimated
     rules: SlotRules | None = None  # on logits; None: no request may have any
+    logprobs: Tensor | None = None  # [S, K+1, 1+2M] float32 of the last step, see sampling.logprobs
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hydraspec.types import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS
+from hydraspec.types import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS, MAX_LOGPROBS
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1  # seeds live in int64 tensors
@@ -52,6 +52,11 @@ def _at_most(count: int, what: str) -> Range:
     )
 
 
+_ALTERNATIVES = Range(
+    holds=lambda v: 0 <= v <= MAX_LOGPROBS,
+    allowed=f"a whole number, 0 to {MAX_LOGPROBS}, or null",
+    remedy="null keeps no log probabilities, 0 those of the tokens alone",
+)
 _TOKENS = Range(
     holds=lambda v: 0 <= v <= MAX_INT32,
     allowed=f"whole numbers, 0 to {MAX_INT32}",
@@ -117,6 +122,8 @@ SAMPLING_RANGES = {
         allowed=f"a whole number, 0 (off) to {MAX_INT32}",
         remedy="write the fewest tokens an answer may have",
     ),
+    "logprobs": _ALTERNATIVES,
+    "prompt_logprobs": _ALTERNATIVES,
     "n": Range(
         holds=lambda v: 1 <= v <= MAX_SAMPLES,
         allowed=f"a whole number, 1 to {MAX_SAMPLES}",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import refusal
 from hydraspec.config.ranges import SAMPLING_RANGES, entries, too_many_ends
 from hydraspec.config.rules import Rule
 from hydraspec.config.schema import RunConfig
 from hydraspec.config.workloads import is_random
 
+LOGPROBS = ("logprobs", "prompt_logprobs")
 NUMBERS = (
     *("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "n"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -29,8 +33,28 @@ def within(key: str, name: str) -> Rule:
     return Rule(key, lambda v, c: known.allows(v), known.allowed, remedy=known.remedy)
 
 
+def _logprobs(name: str) -> Iterator[Rule]:
+    known, key = SAMPLING_RANGES[name], f"sampling.{name}"
+    yield Rule(key, lambda v, c: v is None or known.allows(v), known.allowed, remedy=known.remedy)
+    yield Rule(
+        key,
+        lambda v, c: v is None or c.engine.name == NATIVE,
+        "null with engine={c.engine.name}",
+        "is not available with engine={c.engine.name}",
+        "leave the key out, or choose engine=native",
+    )
+    yield Rule(
+        key,
+        lambda v, c: v is None or c.parallelism.pipeline == 1,
+        "null with parallelism.pipeline={c.parallelism.pipeline}",
+        "is not available with pipeline stages, which hand over tokens alone",
+        "leave the key out, or choose another parallelism",
+    )
+
+
 SAMPLING_RULES = (
     *(within(f"sampling.{name}", name) for name in NUMBERS),
+    *(rule for name in LOGPROBS for rule in _logprobs(name)),
     Rule(
         "sampling.min_tokens",
         lambda least, c: least <= c.sampling.max_tokens,

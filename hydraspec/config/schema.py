@@ -44,6 +44,14 @@ class KVDtype(Enum):
     fp8 = "fp8"
 
 
+class LogprobsMode(Enum):
+    """sampling.logprobs_mode: the distribution that logprobs are of, the target's own or the one
+    that is sampled from."""
+
+    raw = "raw"
+    processed = "processed"
+
+
 class DraftSampling(Enum):
     """Choice of a draft token: the most likely one, or a sample."""
 
@@ -222,6 +230,9 @@ class SamplingConfig:
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each
     min_tokens: int = 0
     n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.raw
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
 
-from hydraspec.types import Completion, Request, SamplingParams
+from hydraspec.types import Completion, Request, SamplingParams, TokenLogprob
 
 # Characters at the left edge of a decoded piece that may differ from the whole text's: a space that
 # is stripped, a letter cut into bytes. More than any tokenizer's.
@@ -34,6 +34,15 @@ class OfferedRequest:
     finish_reason: str | None = None
     ended_by_token: bool = True  # where the reason is "stop"
     error: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Returns whether log probabilities of the prompt are asked for and not all there."""
+        if self.request.sampling.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs) < self.num_prompt - 1
 
     @classmethod
     def of(cls, request: Request, offered_at: float | None = None) -> Self:
@@ -182,6 +191,7 @@ class FinishCheck:
         """The completion of a request that ended."""
         offered, slot, first = sequence.offered_at, sequence.slot_at, sequence.first_token_at
         end = sequence.last_token_at or time.perf_counter()
+        sampling = sequence.request.sampling
         return Completion(
             index=sequence.request.index,
             prompt_token_ids=sequence.token_ids[: sequence.num_prompt],
@@ -196,4 +206,6 @@ class FinishCheck:
             inter_token_ms=sequence.inter_token_ms,
             spans=sequence.request.spans,
             ended_by_token=sequence.ended_by_token,
+            logprobs=None if sampling.logprobs is None else sequence.logprobs,
+            prompt_logprobs=None if sampling.prompt_logprobs is None else sequence.prompt_logprobs,
         )

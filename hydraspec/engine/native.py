@@ -19,7 +19,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
-from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
 from hydraspec.engine.run.plain_cache import load_plain
@@ -236,6 +236,9 @@ class NativeEngine(Engine):
             opened = open_checkpoint(config.checkpoint)
             form = read_picture_format(opened, config.max_soft_tokens, has_encoder=has_encoder)
         tokenize(requests, self.parts.tokenizer, info, config.checkpoint, form)
+        if self._num_stages > 1:
+            why = "pipeline stages hand over tokens alone"
+            refuse_sampling(requests, dict.fromkeys(LOGPROBS, why))
 
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by

@@ -15,6 +15,7 @@ from hydraspec.models.pictures.format import PictureFormat
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.types import Request, SamplingParams, WorkloadError
 
+LOGPROBS = ("logprobs", "prompt_logprobs")  # keys of sampling
 ANSWER = "answer-{}-of-this-conversation"  # stands in a chat for an answer not given yet
 
 
@@ -68,20 +69,19 @@ def tokenize(
             )
 
 
-def refuse_sampling(requests: Sequence[Request], without: Mapping[str, str], engine: str) -> None:
-    """Refuse requests with sampling keys that an engine lacks; `without` says of each key what the
-    engine has in its place.
+def refuse_sampling(requests: Sequence[Request], without: Mapping[str, str]) -> None:
+    """Refuse requests with sampling keys that an engine lacks; `without` says of each key why.
 
     Raises:
         WorkloadError: naming the first such request and key.
     """
     unset = SamplingParams()
     for request in requests:
-        for key, has in without.items():
+        for key, why in without.items():
             if getattr(request.sampling, key) != getattr(unset, key):
                 raise WorkloadError(
-                    f"request {request.id}: sampling.{key} is not available with engine={engine}, "
-                    f"which has {has}: leave the key out, or choose engine=native",
+                    f"request {request.id}: sampling.{key} is not available: {why}; leave the key "
+                    "out, or choose engine=native without pipeline stages",
                     request_id=request.id,
                 )
 

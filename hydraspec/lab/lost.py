@@ -29,7 +29,7 @@ from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.run_files import REQUESTS, SUMMARY, UNSAVED, written_since
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import RunFacts
-from hydraspec.types import Completion, PrefixCaching, Request, Span
+from hydraspec.types import Completion, PrefixCaching, Request, Span, TokenLogprob
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
 
@@ -203,6 +203,8 @@ def _count(lines: Iterable[dict[str, Any]], measurement: Measurement) -> None:
 
 def _completion(line: Mapping[str, Any]) -> Completion:
     found = {name: line[name] for name in OF_COMPLETION}
+    for name in ("logprobs", "prompt_logprobs"):
+        found[name] = found[name] and [TokenLogprob.of(each) for each in found[name]]
     return Completion(**{**found, "spans": tuple(Span(**span) for span in line["spans"])})
 
 

@@ -101,10 +101,23 @@ def request_row(
         "decode_steps": counters.decode_steps,
         "queue_ms": completion.queue_ms,
         "inter_token_ms": percentiles(completion.inter_token_ms),
+        **_logprobs(completion),
         "correct": correct,
         "baseline": None,
         "meta": request.meta,
     }
+
+
+def _logprobs(completion: Completion) -> dict[str, Json]:
+    """Log probabilities of output and prompt tokens, where asked for: a list per token, of the
+    prompt null for the first."""
+    found: dict[str, Json] = {}
+    if completion.logprobs is not None:
+        found["logprobs"] = [each._asdict() for each in completion.logprobs]
+    if completion.prompt_logprobs is not None:
+        of_prompt = [each._asdict() for each in completion.prompt_logprobs]
+        found["prompt_logprobs"] = [None, *of_prompt]
+    return found
 
 
 def speculative_decoding(counters: RequestCounters, num_positions: int) -> dict[str, Json] | None:

@@ -17,10 +17,12 @@ def flags_of(
     the sampler. Truncation has no effect on a greedy request.
     """
     any_greedy = any_top_k = any_top_p = any_min_p = any_penalties = any_biases = False
+    any_logprobs = False
     all_greedy = True
     for sampling, is_sampled in zip(requests, samples, strict=False):
         any_penalties |= is_sampled and has_penalties(sampling)
         any_biases |= is_sampled and has_biases(sampling)
+        any_logprobs |= is_sampled and sampling.logprobs is not None
         if sampling.temperature == 0.0:
             any_greedy = True
             continue
@@ -28,9 +30,10 @@ def flags_of(
         any_top_k |= sampling.top_k > 0
         any_top_p |= sampling.top_p < 1.0
         any_min_p |= sampling.min_p > 0.0
+    changes = any_penalties, any_biases, any_logprobs
     if all_greedy:
-        return True, _flags(True, False, False, False, any_penalties, any_biases)
-    return False, _flags(any_greedy, any_top_k, any_top_p, any_min_p, any_penalties, any_biases)
+        return True, _flags(True, False, False, False, *changes)
+    return False, _flags(any_greedy, any_top_k, any_top_p, any_min_p, *changes)
 
 
 @cache
@@ -41,6 +44,7 @@ def _flags(
     any_min_p: bool,
     any_penalties: bool,
     any_biases: bool,
+    any_logprobs: bool,
 ) -> SamplingFlags:
     return SamplingFlags(
         any_greedy=any_greedy,
@@ -49,6 +53,7 @@ def _flags(
         any_min_p=any_min_p,
         any_penalties=any_penalties,
         any_biases=any_biases,
+        any_logprobs=any_logprobs,
     )
 
 

@@ -22,6 +22,7 @@ MAX_META_DEPTH = 50  # levels; deeper nesting could not be written to requests.j
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("stop", "stop_token_ids", "ignore_eos", "min_tokens", "n"),
+    *("logprobs", "prompt_logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
 )
 

@@ -258,6 +258,8 @@ def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
         bad_words=as_params("bad_words", config.bad_words),
         min_tokens=config.min_tokens,
         n=config.n,
+        logprobs=config.logprobs,
+        prompt_logprobs=config.prompt_logprobs,
     )
 
 

@@ -60,6 +60,7 @@ def add(engine, index: int, length: int, temperature: float) -> Sequence:  # typ
         seed=index,
         presence_penalty=0.5,
         bad_words=((3, 4),),
+        logprobs=2,
     )
     request = Request(index=index, id=str(index), sampling=sampling)
     sequence = Sequence(request=request, token_ids=[3] * length, num_prompt=length)

@@ -25,7 +25,7 @@ from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
 from hydraspec.engine.machine import log_once, model_length
-from hydraspec.engine.prompts import tokenize
+from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
 from hydraspec.sampling.rules import has_rules
@@ -67,6 +67,7 @@ class TransformersEngine(Engine):
         parts = self.parts
         checkpoint = parts.config.target.checkpoint
         tokenize(requests, parts.tokenizer, self.info, checkpoint, parts.pictures)
+        refuse_sampling(requests, dict.fromkeys(LOGPROBS, "engine=transformers keeps none"))
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None

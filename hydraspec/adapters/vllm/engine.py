@@ -21,7 +21,7 @@ from hydraspec.adapters.vllm.steps import Part, StepStats, drafts_of, share_out
 from hydraspec.config.schema import KVDtype, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
-from hydraspec.engine.prompts import refuse_sampling, tokenize
+from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
 from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
@@ -69,7 +69,8 @@ class VllmEngine(Engine):
         parts = self.parts
         checkpoint = parts.config.target.checkpoint
         tokenize(requests, parts.tokenizer, self.info, checkpoint, parts.pictures)
-        refuse_sampling(requests, {"bad_words": "words as text alone"}, "vllm")
+        why = dict.fromkeys(LOGPROBS, "engine=vllm keeps none")
+        refuse_sampling(requests, {"bad_words": "engine=vllm takes words as text alone"} | why)
 
     def run(
         self, requests: Seq[Request], *, concurrency: int | None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.run.results import (
     DeviceStep,
     LaunchedStep,
-    NextDrafts,
+    MoreResults,
     ResultRing,
     StepOutputs,
     packed_results,
@@ -45,6 +46,7 @@ from hydraspec.graphs.modes import NONE
 from hydraspec.models.base import TargetModel
 from hydraspec.models.needed_rows import padded_needed_rows
 from hydraspec.parallel.control import ALONE, Control
+from hydraspec.sampling.logprobs import scored
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator, DraftGraphs
 from hydraspec.types import (
@@ -53,6 +55,7 @@ from hydraspec.types import (
     RequestState,
     RowSegment,
     SamplingFlags,
+    ScoredRows,
     StepPlan,
 )
 
@@ -61,6 +64,7 @@ log = logging.getLogger(__name__)
 # Without a graph, a step of few prefill rows takes the host longer than the device: its decodes are
 # launched first, as a graph. With many rows decodes cost least in the same pass over the weights.
 MAX_SPLIT_ROWS = 512
+SCORED_AT_ONCE = 256  # rows of prompts that get log probabilities
 
 
 class DeviceRunner(Runner):
@@ -93,6 +97,7 @@ class DeviceRunner(Runner):
             target.device,
         )
         self.images = EncodedImages(target)
+        self._scored: Tensor | None = None  # see ScoredRows, of the step being launched
         self._ring = ResultRing(limits.max_num_seqs, limits.num_speculative_tokens, target.device)
         if backend is not None and modes.enabled:
             self.graphs = StepGraphs(backend, modes, limits, control)
@@ -255,7 +260,8 @@ class DeviceRunner(Runner):
         count, rows = len(plan.slots), int(plan.num_rows.sum())
         b = self.speculator.padded_requests(count)
         longest = max(segment.max_seq_len for segment in plan.segments)
-        segments, needed = plan.segments, needed_unless_all(plan)
+        needed = needed_unless_all(plan) if plan.scored is None else None
+        segments = plan.segments
         if is_uniform(plan) and b == count:
             each, split = None, plan.decode_rows
         else:
@@ -293,14 +299,22 @@ class DeviceRunner(Runner):
         """Start a step, in two parts where only its decodes have a graph; returns before it has
         run."""
         self.place_drafts(plan)
+        self._scored = None
         *first, last = self._split(plan)
         # Graphs share memory: the next one may write where these results are.
         parts = [(self._launch_part(*part).clone(), len(part[0].slots)) for part in first]
         parts.append((self._launch_part(*last), len(last[0].slots)))
-        survivals = self.state.draft_survivals
-        return self._ring.launched(
-            parts, None if survivals is None else NextDrafts(survivals, plan.slots)
-        )
+        return self._ring.launched(parts, self._more_results(plan))
+
+    def _more_results(self, plan: StepPlan) -> MoreResults | None:
+        by_slot = {}
+        if self.state.draft_survivals is not None:
+            by_slot["next_survivals"] = self.state.draft_survivals
+        if plan.flags.any_logprobs and self.state.logprobs is not None:
+            by_slot["logprobs"] = self.state.logprobs
+        if not by_slot and self._scored is None:
+            return None
+        return MoreResults(slots=plan.slots, by_slot=by_slot, prompt_logprobs=self._scored)
 
     def place_drafts(self, plan: StepPlan) -> None:
         """Write the drafts that the host proposes for this step, if any, once the state has the
@@ -315,6 +329,8 @@ class DeviceRunner(Runner):
         """Launch one part; returns `packed_results` of the plan's requests, then of padding."""
         if captured is None:
             step = self.run_eagerly(plan)
+            if plan.scored is not None:
+                self._scored = self._prompt_logprobs(step, plan.scored)
             check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
             return packed_results(step)
         self._write(captured.descriptor, plan)
@@ -322,6 +338,22 @@ class DeviceRunner(Runner):
         if outputs.undrafted is not None:
             self._propose_late(outputs.undrafted)
         return outputs.packed
+
+    def _prompt_logprobs(self, step: DeviceStep, scored_rows: ScoredRows) -> Tensor:
+        """[R, 1+2M] of prompts' tokens, from the hidden states of all rows; few rows at once, since
+        logits are wide."""
+        hidden = step.target_step.hidden_states
+        numbers = torch.from_numpy(np.stack([scored_rows.rows, scored_rows.token_ids]))
+        if hidden.is_cuda:
+            numbers = numbers.pin_memory()
+        places = numbers.to(hidden.device, non_blocking=True)
+        found = []
+        for rows, tokens in (part.unbind(0) for part in places.split(SCORED_AT_ONCE, dim=1)):
+            logits = self.target.compute_logits(hidden.index_select(0, rows))
+            whole = self.target.vocabulary.whole(logits)
+            wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+            found.append(scored(wide.log_softmax(-1), tokens))
+        return torch.cat(found)
 
     def run_eagerly(self, plan: StepPlan) -> DeviceStep:
         """Place a plan and run its verbs."""
@@ -332,6 +364,8 @@ class DeviceRunner(Runner):
     def _split(self, plan: StepPlan) -> list[tuple[StepPlan, CapturedStep | None]]:
         """The parts in which a plan is launched, each with its graph, or None to run eagerly."""
         graphs = self.graphs
+        if plan.scored is not None:  # its eager step computes every row
+            graphs = None
         whole = plan, None if graphs is None else graphs.serving(self, plan)
         if graphs is None or self.modes.decode == NONE or whole[1] is not None:
             return [whole]

@@ -3,7 +3,7 @@ and an event, on which the host waits only when it reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +43,8 @@ class StepResult:
     not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
     draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
     next_survivals: np.ndarray | None = None  # [B, K] float32, see Draft, of those proposed next
+    logprobs: np.ndarray | None = None  # [B, K+1, 1+2M] float32 of tokens, see sampling.logprobs
+    prompt_logprobs: np.ndarray | None = None  # [R, 1+2M] float32, see ScoredRows
 
 
 class LaunchedStep:
@@ -77,12 +79,13 @@ def unpacked(packed: np.ndarray, k: int) -> StepResult:
     return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
 
 
-@dataclass(slots=True, frozen=True)
-class NextDrafts:
-    """Estimates of the drafts that a step proposed, in the state."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class MoreResults:
+    """Results of a step that only some steps have."""
 
-    survivals: Tensor  # [S, K] float32
     slots: np.ndarray  # [B] of the step's requests
+    by_slot: Mapping[str, Tensor]  # [S, any] in the state, by field of StepResult
+    prompt_logprobs: Tensor | None = None  # [R, 1+2M], see StepResult
 
 
 class ResultRing:
@@ -96,12 +99,12 @@ class ResultRing:
             torch.zeros(shape, dtype=torch.int64, pin_memory=self._is_cuda)
             for _ in range(RESULT_RING)
         ]
-        self._survivals: list[Tensor] = []  # [S, K] each, once there are any
+        self._by_slot: list[dict[str, Tensor]] = [{} for _ in range(RESULT_RING)]
         self._users: list[LaunchedStep | None] = [None] * RESULT_RING
         self._turn = 0
 
     def launched(
-        self, parts: list[tuple[Tensor, int]], next_drafts: NextDrafts | None = None
+        self, parts: list[tuple[Tensor, int]], more: MoreResults | None = None
     ) -> LaunchedStep:
         """Start the copy of a step's results to the host.
 
@@ -116,9 +119,9 @@ class ResultRing:
         for packed, count in parts:
             buffer[row : row + count].copy_(packed[:count], non_blocking=True)
             row += count
-        if next_drafts is not None:
-            kept = self._survivals_buffer(place, next_drafts)
-            kept.copy_(next_drafts.survivals, non_blocking=True)
+        kept, scored = self._copied(place, more), None
+        if more is not None and more.prompt_logprobs is not None:
+            scored = self._to_host(more.prompt_logprobs)
         event = torch.cuda.Event() if self._is_cuda else None
         if event is not None:
             event.record()
@@ -127,17 +130,24 @@ class ResultRing:
         def fetch() -> StepResult:
             # Copied: the buffer serves another launch later.
             found = unpacked(buffer[:row].numpy().copy(), k)
-            if next_drafts is None:
+            if more is None:
                 return found
-            return replace(found, next_survivals=kept.numpy()[next_drafts.slots])
+            by_slot = {name: of.numpy()[more.slots] for name, of in kept.items()}
+            prompts = None if scored is None else scored.numpy()
+            return replace(found, **by_slot, prompt_logprobs=prompts)
 
         launched = self._users[place] = LaunchedStep(fetch, event)
         return launched
 
-    def _survivals_buffer(self, place: int, like: NextDrafts) -> Tensor:
-        if not self._survivals:
-            self._survivals = [
-                torch.zeros(like.survivals.shape, pin_memory=self._is_cuda)
-                for _ in range(RESULT_RING)
-            ]
-        return self._survivals[place]
+    def _copied(self, place: int, more: MoreResults | None) -> dict[str, Tensor]:
+        """Start the copies of results by slot, to memory of this place in the ring."""
+        kept, copied = self._by_slot[place], {}
+        for name, of in ({} if more is None else more.by_slot).items():
+            if name not in kept:
+                kept[name] = torch.zeros(of.shape, pin_memory=self._is_cuda)
+            copied[name] = kept[name].copy_(of, non_blocking=True)
+        return copied
+
+    def _to_host(self, found: Tensor) -> Tensor:
+        host = torch.empty(found.shape, pin_memory=self._is_cuda)
+        return host.copy_(found, non_blocking=True)

@@ -17,6 +17,7 @@ from hydraspec.engine.run.stage_io import StageIO
 from hydraspec.engine.run.state import of_full_width, store_draft
 from hydraspec.engine.run.timing import Clock, no_clock
 from hydraspec.models.base import TargetModel
+from hydraspec.sampling.logprobs import LogprobRule, keep_logprobs
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import (
@@ -48,6 +49,7 @@ class Runner:
         self.io: StageIO | None = None  # of a pipeline stage
         self._keeps_logits = False
         self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
+        self.logprobs = LogprobRule(is_processed=False, vocabulary=target.vocabulary)
         speculator.bind_kv_caches(kv.specs, kv.caches)
 
     def prepare(self, plan: PlanTensors) -> Batch:
@@ -77,8 +79,15 @@ class Runner:
         return self.target.compute_logits(hidden.index_select(0, batch.logits_rows))
 
     def verify(self, batch: Batch, target_step: TargetStep) -> Verdict:
-        """The verifier's decision on the drafts of a batch: tokens [B, K+1] and counts [B]."""
-        return self.verifier(target_step.logits, batch, self.state, batch.flags)
+        """The verifier's decision on the drafts of a batch: tokens [B, K+1] and counts [B]. Log
+        probabilities of its tokens go to the state, if some request asks for them."""
+        logits, state, rows = target_step.logits, self.state, None
+        if batch.flags.any_logprobs and state.logprobs is not None:
+            rows = self.logprobs.rows(logits, batch, state)  # the verifier may change logits
+        verdict = self.verifier(logits, batch, state, batch.flags)
+        if rows is not None:
+            keep_logprobs(rows, batch, state, verdict)
+        return verdict
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Write the verdict into the request state: emitted tokens after the computed ones, then

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from hydraspec.config.schema import LogprobsMode
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run.device_runner import DeviceRunner
@@ -26,6 +27,7 @@ from hydraspec.engine.run.step_graphs import CapturedStep, RunnerLimits
 from hydraspec.engine.schedule.draft_lengths import lengths_up_to, offered_lengths
 from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
 from hydraspec.parallel.control import ALONE, Control
+from hydraspec.sampling.logprobs import LogprobRule
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import StepPlan
 
@@ -82,6 +84,10 @@ def build_runner(
         modes=modes,
         backend=backend,
         control=control,
+    )
+    runner.logprobs = LogprobRule(
+        is_processed=config.sampling.logprobs_mode is LogprobsMode.processed,
+        vocabulary=target.vocabulary,
     )
     if models.link is not None:
         runner.io = StageIO.of(models)

@@ -8,6 +8,7 @@ import torch
 from hydraspec_kernels.sampling.records import CommittedBatch
 from hydraspec_kernels.sampling.verification import store_drafts
 
+from hydraspec.sampling.logprobs import WIDTH
 from hydraspec.sampling.rules import new_slot_rules
 from hydraspec.types import Batch, Draft, RequestState, SamplingParams
 
@@ -49,6 +50,7 @@ def new_request_state(
         draft_vocab_map=draft_vocab_map,
         draft_survivals=survivals,
         rules=new_slot_rules(num_slots, device),
+        logprobs=torch.zeros(num_slots, num_speculative_tokens + 1, WIDTH, device=device),
     )
 
 

@@ -14,7 +14,14 @@ import numpy as np
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.sampling.flags import GREEDY, flags_of
-from hydraspec.types import Continuations, ImageRows, RowSegment, StepPlan, image_rows
+from hydraspec.types import (
+    Continuations,
+    ImageRows,
+    RowSegment,
+    ScoredRows,
+    StepPlan,
+    image_rows,
+)
 
 DUMMY_PROMPT_ROWS = 512  # kernels are the same for longer prompts
 
@@ -64,6 +71,7 @@ class PlanBuilder:
             continuations=_continuations(scheduled, self._num_speculative_tokens),
             images=_image_rows(scheduled, 0),
             next_images=_image_rows(scheduled, 1),
+            scored=_scored(scheduled),
         )
 
     def _steady_arrays(
@@ -102,6 +110,20 @@ def _image_rows(scheduled: Sequence[Scheduled], ahead: int) -> tuple[ImageRows, 
             found += image_rows(item.sequence.spans, start, item.num_rows, row)
         row += item.num_rows
     return tuple(found)
+
+
+def _scored(scheduled: Sequence[Scheduled]) -> ScoredRows | None:
+    """The rows whose next tokens are of a prompt that gets log probabilities; None: no row."""
+    rows, tokens, first_row = list[int](), list[int](), 0
+    for item in scheduled:
+        positions = item.score()
+        start = first_row - 1 - item.num_computed
+        rows += range(positions.start + start, positions.stop + start)
+        tokens += item.sequence.token_ids[positions.start : positions.stop]
+        first_row += item.num_rows
+    if not rows:
+        return None
+    return ScoredRows(rows=np.array(rows), token_ids=np.array(tokens))
 
 
 def _segments(scheduled: Sequence[Scheduled], seq_lens: list[int]) -> tuple[RowSegment, ...]:

@@ -313,6 +313,7 @@ class Scheduler:
         """Cached tokens of a waiting request. Blocks that the step being scheduled fills are made
         findable on the way, each time at most twice as far, so that few searches suffice."""
         keys, most = sequence.keys, sequence.num_tokens - 1
+        most = 0 if sequence.lacks_prompt_logprobs else most  # every row is computed
         cached = self.kv.find_prefix(keys, most)
         while item := self._reading.pop(self.kv.next_key(keys, cached, most), None):
             end = min(item.num_shared, 2 * cached + self.kv.alignment)
@@ -325,8 +326,7 @@ class Scheduler:
 
     def _let_share(self, item: Scheduled, num_published: int) -> None:
         """Let requests that are admitted to the same step take the blocks that `item` fills."""
-        key = self.kv.next_key(item.sequence.keys, num_published, item.num_shared)
-        if key is not None:
+        if key := self.kv.next_key(item.sequence.keys, num_published, item.num_shared):
             self._reading.setdefault(key, item)
 
     def _may_fit(self, sequence: Sequence, slot: int) -> bool:

@@ -90,6 +90,7 @@ class Scheduled:
     is_prefill: bool
     samples: bool  # the rows reach the sequence's newest token
     number: int = 0  # of the step, from 1, once the step is launched
+    scored: range = range(0)  # positions of prompt tokens that get log probabilities from its rows
     num_proposed: int = field(init=False)  # drafts of the host's drafter that the step has rows for
 
     def __post_init__(self) -> None:
@@ -99,6 +100,14 @@ class Scheduled:
     def seq_len(self) -> int:
         """Tokens in the cache with its rows; an upper bound while drafts are in flight."""
         return self.num_computed + self.num_rows
+
+    def score(self) -> range:
+        """Set and return `scored`, for the step's plan."""
+        sequence, first = self.sequence, self.num_computed + 1
+        if self.is_prefill and sequence.lacks_prompt_logprobs:
+            end = min(first + self.num_rows, sequence.num_prompt)
+            self.scored = range(first, max(first, end))
+        return self.scored
 
     @property
     def num_shared(self) -> int:

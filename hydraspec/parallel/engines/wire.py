@@ -18,10 +18,12 @@ from hydraspec.types import (
     SamplingParams,
     Span,
     StepRecord,
+    TokenLogprob,
     images_of,
 )
 
 PROMPT_FIELDS = ("prompt_token_ids", "spans")
+LOGPROBS = ("logprobs", "prompt_logprobs")
 LEVEL = np.float32(1 / 255)  # of a pixel's value
 STEP_FIELDS = [field.name for field in fields(RequestStep)]
 RECORD_FIELDS = [field.name for field in fields(StepRecord) if field.name != "requests"]
@@ -118,6 +120,8 @@ def to_event(data: Plain) -> StepRecord | Completion:
     if record is None:
         (ids, spans), values = completion
         rest = dict(zip(COMPLETION_FIELDS, values, strict=True))
+        for name in LOGPROBS:
+            rest[name] = rest[name] and [TokenLogprob.of(each) for each in rest[name]]
         return Completion(prompt_token_ids=ids, spans=_spans(spans), **rest)
     values, steps = record
     return StepRecord(

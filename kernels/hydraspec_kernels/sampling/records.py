@@ -13,6 +13,7 @@ from torch import Tensor
 
 MAX_BIASES = 1024  # entries of a request's logit_bias
 MAX_ENDS = 128  # ending tokens that min_tokens bans: stop_token_ids and end-of-sequence ids
+MAX_LOGPROBS = 20  # alternatives of a token that are kept with their log probabilities
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 16  # sequences of bad_words, and tokens of each
 
 
@@ -30,6 +31,7 @@ class SamplingFlags:
     any_min_p: bool = True
     any_penalties: bool = True  # presence, frequency or repetition
     any_biases: bool = True  # logit_bias, bad_words or min_tokens
+    any_logprobs: bool = True  # log probabilities of sampled tokens are kept
 
     @property
     def any_rules(self) -> bool:

@@ -14,9 +14,9 @@ from hydraspec_kernels.sampling.records import (
     SlotTokens,
     VerifiedBatch,
 )
-from hydraspec_kernels.sampling.rules.reference import constrained_reference
+from hydraspec_kernels.sampling.rules.reference import constrained_reference, row_places
 
-__all__ = ["constrained"]
+__all__ = ["constrained", "row_places"]
 
 
 def constrained(

@@ -1,0 +1,245 @@
+"""Rules on logits with every drafter of the zoo: the outputs of method=none, and its distribution.
+
+Power: a total variation distance of 0.15 has a noncentrality of at least 4 n 0.15^2 = 108 at n =
+1,200, which a chi-squared test with at most 84 degrees of freedom at alpha 1e-4 finds with
+probability above 0.95. The distribution is exact: products of fresh prefills under transformers'
+processors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hydraspec_kernels.sampling.rules import reference
+from scipy.stats import chi2
+
+from hydraspec.adapters.transformers.rules import processors
+from hydraspec.cli.compose import plan
+from hydraspec.engine.native import NativeEngine
+from hydraspec.types import Completion, Request, SamplingParams, StepRecord
+
+DRAFTERS = {  # every kind, by the target that it drafts for
+    "gemma4_mtp": "tiny_gemma4_e",
+    "eagle": "tiny_mistral",
+    "eagle3": "tiny_qwen3",
+    "peagle": "tiny_gemma4",
+    "mtp": "tiny_deepseek",
+    "dflash": "tiny_gemma4",
+    "dflash2": "tiny_qwen3",
+    "dspark": "tiny_qwen3",
+    "ngram": "tiny_mistral",
+    "suffix": "tiny_qwen3",
+}
+IN_EVERY_SUITE = ("eagle3",)
+ALPHA, NUM_REQUESTS, LENGTH, MOST_LIKELY = 1e-4, 1_200, 3, 4
+PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 10, 11, 9, 9], [40, 41, 42, 43, 44])
+
+
+@cache
+def engine_of(target: str, method: str, *typed: str) -> NativeEngine:
+    torch.set_num_threads(1)
+    given = [f"target={target}", f"method={method}", "cudagraph=none", *typed]
+    return NativeEngine(plan(["target.dtype=float32", *given]).jobs[0].config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    engine_of.cache_clear()
+    sampled.cache_clear()
+
+
+def outputs(engine: NativeEngine, requests: list[Request]) -> tuple[list[list[int]], int]:
+    """Tokens of each request, and how many drafts were accepted."""
+    found: dict[int, list[int]] = {}
+    num_accepted = 0
+    for event in engine.run(requests, concurrency=None):
+        if isinstance(event, Completion):
+            assert event.error is None
+            found[event.index] = event.output_token_ids
+        elif isinstance(event, StepRecord):
+            num_accepted += sum(each.num_accepted for each in event.requests)
+    return [found[request.index] for request in requests], num_accepted
+
+
+def ruled_requests() -> list[Request]:
+    """Greedy requests with one rule each, with all, and with none, in one batch."""
+    settings = [
+        SamplingParams(max_tokens=24),
+        SamplingParams(max_tokens=24, presence_penalty=1.5),
+        SamplingParams(max_tokens=24, frequency_penalty=0.7),
+        SamplingParams(max_tokens=24, repetition_penalty=1.4),
+        SamplingParams(max_tokens=24, repetition_penalty=0.8, ignore_eos=True),
+        SamplingParams(max_tokens=24, logit_bias=((5, 4.0), (9, -8.0), (17, 6.0))),
+        SamplingParams(max_tokens=24, bad_words=((6,), (9, 10), (5, 6, 7))),
+        SamplingParams(max_tokens=24, min_tokens=20, stop_token_ids=(5, 9, 12)),
+        SamplingParams(
+            max_tokens=24,
+            presence_penalty=0.5,
+            frequency_penalty=0.3,
+            repetition_penalty=1.1,
+            logit_bias=((6, 3.0),),
+            bad_words=((9,), (6, 6)),
+            min_tokens=9,
+        ),
+    ]
+    pairs = [(prompt, sampling) for sampling in settings for prompt in PROMPTS]
+    return [
+        Request(index=i, id=str(i), sampling=sampling, prompt_token_ids=list(prompt))
+        for i, (prompt, sampling) in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize(("method", "target"), DRAFTERS.items())
+def test_greedy_outputs_under_rules_are_those_without_drafts(method: str, target: str) -> None:
+    """More requests than slots, so that slots change owners; chunks of prompts beside decodes."""
+    typed = ("engine.max_num_seqs=5", "engine.max_num_batched_tokens=64")
+    plain, _ = outputs(engine_of(target, "none", *typed), ruled_requests())
+    drafted, num_accepted = outputs(engine_of(target, method, *typed), ruled_requests())
+    assert drafted == plain
+    assert num_accepted > 0
+    without = [
+        Request(
+            index=i,
+            id=str(i),
+            sampling=SamplingParams(max_tokens=24),
+            prompt_token_ids=list(prompt),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    unruled, _ = outputs(engine_of(target, "none", *typed), without)
+    assert plain[: len(PROMPTS)] == unruled
+    for tokens, request in zip(plain, ruled_requests(), strict=True):
+        if request.sampling.min_tokens:
+            assert len(tokens) > request.sampling.min_tokens or len(tokens) == 24
+
+
+TEXT = (  # of a kind that the zoo's drafters draft well
+    "Write a function sum_tiles that goes over tiles, adds 5 for each tile above 13 and sums them "
+    "up in index."
+)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """A prompt, rules, and the probabilities of the first LENGTH tokens under them."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    cells: dict[tuple[int, ...], float]
+
+
+@cache
+def sampled(target: str) -> Sampled:
+    """Rules that forbid what the target would say next, once its own words stand in a window."""
+    engine = engine_of(target, "none")
+    request = Request(
+        index=0,
+        id="0",
+        sampling=SamplingParams(max_tokens=4),
+        messages=[{"role": "user", "content": TEXT}],
+    )
+    engine.tokenize([request])
+    prompt = list(request.tokens.token_ids)
+    first, second, third, fourth = outputs(engine, [request])[0][0]
+    sampling = SamplingParams(
+        temperature=2.0,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        presence_penalty=-0.4,
+        frequency_penalty=0.6,
+        repetition_penalty=1.1,
+        logit_bias=((first, 1.0), (third, -0.5)),
+        bad_words=((second, third), (third, fourth)),
+    )
+    return Sampled(prompt, sampling, exact_cells(engine, prompt, sampling))
+
+
+def exact_cells(
+    engine: NativeEngine, prompt: list[int], sampling: SamplingParams
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of the first LENGTH tokens: of the most likely tokens at each
+    place, and of all others together, as -1, with which a cell ends."""
+    change = processors(sampling, len(prompt), [])
+    cells, open_cells = dict[tuple[int, ...], float](), {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for prefix, mass in open_cells.items():
+            ids = [*prompt, *prefix]
+            logits = torch.tensor(engine.next_token_logits(ids))[None].float()
+            probs = (change(torch.tensor([ids]), logits)[0] / sampling.temperature).softmax(-1)
+            best = probs.topk(MOST_LIKELY)
+            for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                longer[*prefix, token] = mass * probability
+            cells[*prefix, -1] = mass * (1 - float(best.values.sum()))
+        open_cells = longer
+    return cells | open_cells
+
+
+def p_value(target: str, method: str) -> tuple[float, int]:
+    """P-value of the outputs with this drafter, and how many drafts were accepted."""
+    known = sampled(target)
+    cells = known.cells
+    requests = [
+        Request(
+            index=i,
+            id=str(i),
+            sampling=replace(known.sampling, seed=1000 + i),
+            prompt_token_ids=known.prompt,
+        )
+        for i in range(NUM_REQUESTS)
+    ]
+    texts, num_accepted = outputs(engine_of(target, method, "engine.max_num_seqs=64"), requests)
+    counts = Counter(cell_of(tuple(text[:LENGTH]), cells) for text in texts)
+    expected = np.array(list(cells.values())) * NUM_REQUESTS
+    observed = np.array([counts[cell] for cell in cells], dtype=float)
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed = np.append(observed[~rare], observed[rare].sum())
+    statistic = ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    return float(chi2.sf(statistic, len(expected) - 1)), num_accepted
+
+
+def cell_of(tokens: tuple[int, ...], cells: dict[tuple[int, ...], float]) -> tuple[int, ...]:
+    """The cell of a text: the text, or its first tokens and -1 where the next is a rare one."""
+    known = {cell[:i] for cell in cells for i in range(LENGTH + 1)}
+    for i in range(LENGTH):
+        if tokens[: i + 1] not in known:
+            return (*tokens[:i], -1)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        pytest.param(*each, marks=() if each[0] in IN_EVERY_SUITE else pytest.mark.slow)
+        for each in DRAFTERS.items()
+    ],
+)
+def test_samples_under_rules_have_the_distribution_without_drafts(method: str, target: str) -> None:
+    assert sum(sampled(target).cells.values()) == pytest.approx(1, abs=1e-5)
+    p, num_accepted = p_value(target, method)
+    assert p > ALPHA
+    assert num_accepted > NUM_REQUESTS // 8 or method in ("ngram", "suffix")
+
+
+def test_rules_that_forget_the_drafts_before_a_row_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mutation that the test above is for: every row is constrained as the first one."""
+    true_places = reference.row_places
+
+    def places(*args: object) -> reference.RowPlaces:
+        found = true_places(*args)  # type: ignore[arg-type]
+        none, known = torch.zeros_like(found.num_drafts), found.num_known - found.num_drafts
+        return reference.RowPlaces(found.request, found.slot, none, known)
+
+    monkeypatch.setattr(reference, "row_places", places)
+    p, _ = p_value("tiny_qwen3", "eagle3")
+    assert p < ALPHA
