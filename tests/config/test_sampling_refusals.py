@@ -38,6 +38,14 @@ TYPED = {  # what is typed → what the message has to say
     "sampling=stochastic sampling.n=2 workload=multi_turn": ["1 with workload=multi_turn"],
     "engine=vllm sampling.bad_words=[[5]]": ["not available with engine=vllm", "engine=native"],
     "engine=vllm sampling.logit_bias={5:1}": ["allowed: {}", "method=none or engine=native"],
+    "sampling.logprobs=21": ["logprobs=21", "0 to 20, or null", "0 those of the tokens alone"],
+    "sampling.logprobs=-1": ["logprobs=-1", "0 to 20, or null"],
+    "sampling.logprobs=true": ["logprobs=true", "a whole number, or null"],
+    "sampling.prompt_logprobs=all": ["prompt_logprobs=all is text", "a whole number, or null"],
+    "sampling.logprobs_mode=scaled": ["logprobs_mode=scaled is no choice", "processed, raw"],
+    "engine=transformers sampling.logprobs=1": ["null with engine=transformers", "engine=native"],
+    "engine=vllm sampling.prompt_logprobs=0": ["null with engine=vllm", "leave the key out"],
+    "parallelism=pp2 engine.device=cpu sampling.logprobs=1": ["parallelism.pipeline=2", "stages"],
     "sampling.presence_penalties=1": ["did you mean sampling.presence_penalty=1?"],
 }
 
@@ -70,6 +78,9 @@ LINES = {  # a line's sampling → what the message has to say
     "least of a half": ({"min_tokens": 0.5}, "min_tokens: 0.5 is not allowed"),
     "samples at 0": ({"n": 2}, "n: 2 is not allowed; it must be 1 at temperature 0"),
     "samples": ({"n": 1025, **HOT}, "1 to 1024"),
+    "logprobs": ({"logprobs": 21}, "logprobs: 21 is not allowed; it must be a whole number, 0 to"),
+    "of a prompt": ({"prompt_logprobs": "5"}, 'prompt_logprobs: "5" is not allowed'),
+    "mode": ({"logprobs_mode": "raw"}, "unknown key 'sampling.logprobs_mode'"),
     "ends": ({"min_tokens": 1, "stop_token_ids": [*range(101)]}, "100 ids at most with min_tokens"),
 }
 

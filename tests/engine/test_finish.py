@@ -50,6 +50,32 @@ def test_a_stop_string_is_found_where_the_whole_text_first_holds_it(seed: int) -
     assert sequence.text == text[: min(text.find(s) for s in stops if s in text)]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_stops_a_request_within_its_least_tokens(seed: int) -> None:
+    """A stop string counts if it ends after the text of the first min_tokens tokens, wherever it
+    begins; ending tokens count after those. Fails if an early one ends or cuts the text later."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.choice([2, 3, 4, 5, 6], 60).tolist()
+    least, stop = int(rng.integers(1, 30)), decode(tokens[:2] + tokens[40:41])
+    first = len(decode(tokens[:least]))
+
+    def found(count: int) -> int:
+        return decode(tokens[:count]).find(stop, max(0, first - len(stop) + 1))
+
+    ends = [n for n in range(least + 1, 61) if found(n) >= 0 or tokens[n - 1] == tokens[50]]
+    settings = {"stop": (stop,), "stop_token_ids": (tokens[50],), "min_tokens": least}
+    sequence = offered(5, SamplingParams(max_tokens=1000, **settings))
+    check = FinishCheck([], 10_000, decode)
+    place = 0
+    while sequence.finish_reason is None:
+        step = tokens[place : place + int(rng.integers(1, 5))]
+        check.append(sequence, step)
+        place += len(step)
+    assert len(sequence.output_token_ids) == ends[0] > least
+    text = decode(tokens[: ends[0]])
+    assert check.text(sequence) == (text[: found(ends[0])] if found(ends[0]) >= 0 else text)
+
+
 @pytest.mark.parametrize("ends", ["eos", "stop_token_ids"])
 def test_a_stop_string_is_cut_where_its_last_token_ends_the_request_too(ends: str) -> None:
     """Catches the stop string left in the text because the token alone was looked at."""
@@ -89,6 +115,8 @@ def test_the_whole_text_is_not_decoded_at_every_token() -> None:
         (SamplingParams(max_tokens=9, stop_token_ids=(6,)), [4, 5, 6, 7], [4, 5, 6], "stop"),
         (SamplingParams(max_tokens=2, stop_token_ids=(5,)), [4, 5, 6], [4, 5], "stop"),
         (SamplingParams(max_tokens=9), [4] * 8, [4] * 5, "length"),  # max_model_len
+        (SamplingParams(max_tokens=9, min_tokens=2), [1, 1, 1, 4], [1, 1, 1], "stop"),
+        (SamplingParams(max_tokens=2, min_tokens=2), [1, 1, 1, 4], [1, 1], "length"),
     ],
 )
 def test_the_first_end_counts(

@@ -19,7 +19,7 @@ from hydraspec.parallel.engines.wire import (
     to_image,
     to_requests,
 )
-from hydraspec.types import Completion, Image, Span
+from hydraspec.types import Completion, Image, Span, TokenLogprob
 
 SPANS = (
     Span(kind="image", start=1, length=2, digest="0af3", may_be_cut=False),
@@ -39,6 +39,9 @@ def test_requests_keep_their_spans() -> None:
             index,
             stop=("a",),
             stop_token_ids=(3,),
+            logit_bias=((4, -1.5),),
+            bad_words=((5,), (6, 7)),
+            logprobs=2,
             prompt_token_ids=[5, 6, 7, 8],
             spans=spans,
             images=(IMAGE,) if spans else (),
@@ -82,6 +85,8 @@ def test_completions_keep_their_spans() -> None:
         latency_ms=2.0,
         inter_token_ms=[0.5],
         spans=SPANS,
+        logprobs=[TokenLogprob(9, -0.5, [(9, -0.5), (4, -1.0)])],
+        prompt_logprobs=[],
     )
     assert to_event(json.loads(json.dumps(from_event(completion)))) == completion
 
