@@ -5,17 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from hydraspec.engine.costs import CostTable
 from hydraspec.errors import ConfigurationError
+from hydraspec.sampling.rules import constrained_row, has_rules
 from hydraspec.types import (
     Completion,
     Image,
     PositionScores,
     PrefixCaching,
     Request,
+    SamplingParams,
     Span,
     StepRecord,
 )
@@ -45,6 +48,7 @@ class EngineInfo:
     draft_spec: dict[str, object] | None = None  # the normalised drafter, as logged
     # Of the target by kind, its "kv_cache" too if that is not in dtype; None: all is float.
     quantization: Mapping[str, str] | None = None
+    eos_token_ids: list[int] = field(default_factory=list)  # that min_tokens bans
     costs: CostTable | None = None  # decode step costs, if K is chosen by these
     warnings: list[str] = field(default_factory=list)
 
@@ -157,6 +161,16 @@ class Engine(ABC):
         """Target logits [V] (float64) after `token_ids`, of which `spans` are no text, and `images`
         those of kind "image", from one fresh prefill; None from an engine that gives none.
         """
+
+    def logits_under(
+        self, sampling: SamplingParams, token_ids: Sequence[int], num_prompt: int, **given: Any
+    ) -> np.ndarray | None:
+        """Logits of `next_token_logits` under a request's rules, where it has any; the first
+        num_prompt tokens are its prompt. `given` are further arguments of that method."""
+        logits = self.next_token_logits(token_ids, **given)
+        if logits is None or not has_rules(sampling):
+            return logits
+        return constrained_row(logits, token_ids, num_prompt, sampling, self.info.eos_token_ids)
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
         """Breakdown of a decode step's wall time, from a separate short run over tokenised

@@ -167,14 +167,18 @@ class _Logits:
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self.info, self._engine = engine.info, engine
         self._images: dict[str, Image] = {}
+        self._sampling = {request.index: request.sampling for request in requests}
         for request in requests:
             self._images |= by_digest(request.spans, request.images)
 
     def of(self, ended: Completion, position: int) -> np.ndarray | None:
-        """Logits [V] for the output token at `position`; None from an engine that gives none."""
+        """Logits [V] for the output token at `position`, under the request's rules; None from an
+        engine that gives none."""
         tokens = [*ended.prompt_token_ids, *ended.output_token_ids[:position]]
         images = images_of(ended.spans, self._images)
-        return self._engine.next_token_logits(tokens, ended.spans, images)
+        given = {"spans": ended.spans, "images": images}
+        sampling, num_prompt = self._sampling[ended.index], len(ended.prompt_token_ids)
+        return self._engine.logits_under(sampling, tokens, num_prompt, **given)
 
 
 def _first_and_beyond(

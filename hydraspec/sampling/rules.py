@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from hydraspec_kernels.sampling.records import EVERYTHING
+from hydraspec_kernels.sampling.rules import constrained
 from torch import Tensor
 
 from hydraspec.types import (
@@ -93,6 +95,46 @@ class RuleWriter:
         ends = early_ends(sampling, self.eos_token_ids)
         _copy(rules.end_ids[slot], _padded(ends, MAX_ENDS, -1))
         _copy(rules.bad_words[slot], _words(sampling.bad_words))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _OneRow:
+    """A step of one request with one row of logits and no drafts."""
+
+    slots: Tensor
+    seq_lens: Tensor
+    num_drafts: Tensor
+    samples: Tensor
+    verify_rows: Tensor
+    draft_tokens: Tensor
+    token_ids: Tensor
+    num_computed: Tensor
+
+
+def constrained_row(
+    logits: np.ndarray,
+    token_ids: Sequence[int],
+    num_prompt: int,
+    sampling: SamplingParams,
+    eos_token_ids: Iterable[int],
+) -> np.ndarray:
+    """Logits [V] after token_ids, of which the first num_prompt are the prompt, under a request's
+    rules."""
+    rules = new_slot_rules(2, torch.device("cpu"))  # the last slot belongs to no request
+    RuleWriter(rules, tuple(eos_token_ids)).write(0, sampling, num_prompt)
+    length = len(token_ids)
+    row = _OneRow(
+        slots=torch.zeros(1, dtype=torch.int64),
+        seq_lens=torch.tensor([length]),
+        num_drafts=torch.zeros(1, dtype=torch.int64),
+        samples=torch.ones(1, dtype=torch.bool),
+        verify_rows=torch.zeros(1, 1, dtype=torch.int64),
+        draft_tokens=torch.zeros(1, 0, dtype=torch.int64),
+        token_ids=torch.tensor([[*token_ids, 0]] * 2),
+        num_computed=torch.tensor([length - 1, 0]),
+    )
+    found = constrained(torch.from_numpy(logits)[None], row, row, rules, EVERYTHING)
+    return np.asarray(found[0])
 
 
 def _padded(values: Sequence[float], width: int, value: float) -> np.ndarray:

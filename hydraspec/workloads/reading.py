@@ -210,7 +210,7 @@ def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str
         f"sampling.{key}={show(getattr(config, key))} has no effect: "
         "every line of the workload has its own"
         for key, value in own.items()
-        if key != "name"
+        if hasattr(given, key)  # lines have it too
         and getattr(config, key) != value
         and all(getattr(r.sampling, key) != getattr(given, key) for r in requests)
     ]

@@ -241,5 +241,6 @@ def _info(parts: TransformersParts) -> EngineInfo:
         draft_spec=spec,
         quantization=parts.quantization,
         encoded_kinds=() if parts.pictures is None else (IMAGE,),
+        eos_token_ids=list(parts.eos_token_ids),
         warnings=warnings,
     )

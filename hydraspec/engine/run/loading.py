@@ -384,5 +384,6 @@ def _info(
         devices=[torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
         draft_spec=None if spec is None else asdict(spec),
         quantization=stored,
+        eos_token_ids=list(target.eos_token_ids),
         warnings=[*warnings, *notes],
     )
