@@ -82,7 +82,8 @@ class Runner:
         """The verifier's decision on the drafts of a batch: tokens [B, K+1] and counts [B]. Log
         probabilities of its tokens go to the state, if some request asks for them."""
         logits, state, rows = target_step.logits, self.state, None
-        if batch.flags.any_logprobs and state.logprobs is not None:
+        keeps_logprobs = batch.flags.any_logprobs and state.logprobs is not None
+        if keeps_logprobs and logits.shape[0]:
             rows = self.logprobs.rows(logits, batch, state)  # the verifier may change logits
         verdict = self.verifier(logits, batch, state, batch.flags)
         if rows is not None:
