@@ -197,12 +197,15 @@ def test_a_request_whose_drafts_are_rejected_gets_one_row_and_then_another_try()
 def test_rows_that_one_request_of_many_would_use_are_left_out() -> None:
     drafts = StepDrafts(SuffixDrafts(SuffixOptions(), 3, 40), 3)
     alone, silent = decoding([1, 2, 3]), [decoding([]) for _ in range(15)]
-    assert drafts.propose([alone]) == 3
-    assert drafts.propose([alone, *silent[:3]]) == 3
+    assert drafts.propose([alone]) == 2, "a third draft needs the two before it"
+    assert drafts.propose([alone, *silent[:2]]) == 1
     assert drafts.propose([alone, *silent]) == 0
     assert drafts.propose([alone, decoding([1]), decoding([1]), decoding([1]), *silent]) == 0
-    some = [decoding([1]) for _ in range(5)]
+    some = [decoding([1]) for _ in range(6)]
     assert drafts.propose([alone, *some, *silent]) == 1
+    for _ in range(4):
+        observe(drafts, alone, 4, 3)
+    assert drafts.propose([alone]) == 3
     always = StepDrafts(SuffixDrafts(SuffixOptions(min_acceptance=0), 3, 40), 3)
     assert always.propose([alone, *silent]) == 3
 

@@ -11,7 +11,7 @@ from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.host import HostDrafts
 
-PRIOR = 0.6  # share of drafts accepted in a run, before any was verified
+PRIOR = 0.5  # share of drafts accepted in a run, before any was verified
 WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run
 MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
 NUM_PRIOR = 2
@@ -66,8 +66,10 @@ class StepDrafts:
         expected = [0.0] * self._most
         for sequence, share in zip(decoding, shares, strict=True):
             sequence.num_proposed = self._continue(sequence)
+            reached = 1.0  # where each draft before is accepted too
             for position in range(sequence.num_proposed):
-                expected[position] += share
+                reached *= share
+                expected[position] += reached
         length = self._most
         while length and expected[length - 1] < least:
             length -= 1
