@@ -182,9 +182,9 @@ def test_a_request_whose_drafts_are_rejected_gets_one_row_and_then_another_try()
     for _ in range(300):
         lengths.append(drafts.propose([sequence]))
         observe(drafts, sequence, 1 + lengths[-1], 0)
-    assert lengths[:3] == [2] * 3
+    assert lengths[:3] == [2, 1, 1]
     assert 2 < sum(length > 0 for length in lengths[20:]) < 16
-    assert max(lengths[150:]) == 2
+    assert max(lengths[150:]) == 1
     other = decoding([1, 2])
     for _ in range(3):
         observe(drafts, other, 1 + drafts.propose([other]), 0)
@@ -194,15 +194,36 @@ def test_a_request_whose_drafts_are_rejected_gets_one_row_and_then_another_try()
     assert drafts.propose([sequence]) == 2
 
 
+def test_finished_outputs_are_read_once_drafts_are_tried() -> None:
+    """Catches outputs that are lost while no drafts are tried, and a list of them that only
+    grows."""
+    host = SuffixDrafts(SuffixOptions(), 3, 40)
+    drafts, text = StepDrafts(host, 3), decoding([])
+    drafts.finished([1, 2, 7, 8, 9])
+    assert host.outputs.num_texts == 0
+    text.drafted = None
+    assert drafts.propose([text]) == 2
+    assert text.continuation == [7, 8]
+    for _ in range(100):
+        drafts.finished([5, 6])
+    assert host.outputs.num_texts == 65
+    drafts.start_over()
+    drafts.propose([decoding([])])
+    assert host.outputs.num_texts == 0
+
+
 def test_rows_that_one_request_of_many_would_use_are_left_out() -> None:
     drafts = StepDrafts(SuffixDrafts(SuffixOptions(), 3, 40), 3)
     alone, silent = decoding([1, 2, 3]), [decoding([]) for _ in range(15)]
-    assert drafts.propose([alone]) == 3
-    assert drafts.propose([alone, *silent[:3]]) == 3
+    assert drafts.propose([alone]) == 2, "a third draft needs the two before it"
+    assert drafts.propose([alone, *silent[:2]]) == 1
     assert drafts.propose([alone, *silent]) == 0
     assert drafts.propose([alone, decoding([1]), decoding([1]), decoding([1]), *silent]) == 0
-    some = [decoding([1]) for _ in range(5)]
+    some = [decoding([1]) for _ in range(6)]
     assert drafts.propose([alone, *some, *silent]) == 1
+    for _ in range(4):
+        observe(drafts, alone, 4, 3)
+    assert drafts.propose([alone]) == 3
     always = StepDrafts(SuffixDrafts(SuffixOptions(min_acceptance=0), 3, 40), 3)
     assert always.propose([alone, *silent]) == 3
 

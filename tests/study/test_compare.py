@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from studied_runs import change_prompts, copied, edit, edit_rows
 import hydraspec
 from hydraspec.compare import main
 from hydraspec.errors import ConfigurationError
+from hydraspec.study.compare import section
+from hydraspec.study.group_blocks import by_category
+from hydraspec.study.groups import read
 
 
 @pytest.fixture
@@ -234,3 +238,32 @@ def test_the_module_of_the_command_can_be_called(runs: Path) -> None:
         assert hydraspec.compare([runs / "good", runs / "bad"])["reference"] == "good"
     finally:
         hydraspec.compare = function
+
+
+def test_each_category_says_which_job_is_fastest_in_it(runs: Path) -> None:
+    """Catches marks of the fastest job over all requests in every category, and charts of several
+    loads on one page that do not say whose they are."""
+    even = {"task-0": "a", "task-1": "b"}
+    for name in ("good", "bad"):
+        edit_rows(runs / name, lambda row: row.update(category=even.get(row["id"], "a")))
+
+    def halve(row: dict[str, Any]) -> None:
+        row["decode_ms"] /= 1 if row["category"] == "a" else 100
+
+    edit_rows(runs / "bad", halve)
+    groups = read([runs / "good", runs / "bad"]).groups
+    found = by_category(groups[0])
+    assert found is not None
+    assert found.table is not None
+    header, *lines = found.table.cells
+    marked = {
+        scope: [line[0].split(" (")[1][:-1] for line in lines if line[place].startswith("* ")]
+        for place, scope in enumerate(header)
+        if place
+    }
+    assert marked["b"] == ["job bad"]
+    assert [len(jobs) for jobs in marked.values()] == [1, 1, 1]
+    assert marked["a"] == ["job good"]
+    titles = [b.title for b in section(replace(groups[0], load="concurrency 4"), "Jobs").blocks]
+    assert titles[1] == "Jobs"
+    assert all(title.endswith(", concurrency 4") for title in titles if title != "Jobs")

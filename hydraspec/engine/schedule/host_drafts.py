@@ -11,12 +11,13 @@ from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.host import HostDrafts
 
-PRIOR = 0.6  # share of drafts accepted in a run, before any was verified
+PRIOR = 0.5  # share of drafts accepted in a run, before any was verified
 WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run
 MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
 NUM_PRIOR = 2
 KEPT = 0.99  # part of these that still counts after a step without drafts
 RETURN = 0.002  # of the way back to PRIOR, in a step without drafts of any request
+MOST_UNREAD = 64  # finished outputs
 EPSILON = 1e-9  # for sums of equal shares
 
 
@@ -35,6 +36,7 @@ class StepDrafts:
     def __init__(self, drafts: HostDrafts, most: int) -> None:
         """most: drafts of a request, K."""
         self.clock: Clock = no_clock
+        self._unread: list[Seq[int]] = []  # finished outputs that the drafts do not have yet
         self._drafts, self._most = drafts, most
         self._acceptance = PRIOR  # share of drafts accepted recently, of all requests
         self._fewest_ahead = 0 if drafts.lookup is None else min(drafts.lookup.fewest, most)
@@ -44,11 +46,20 @@ class StepDrafts:
     def start_over(self) -> None:
         """Begin a run, without outputs of earlier ones."""
         self._acceptance = PRIOR
+        self._unread.clear()
         self._drafts.start_over()
 
     def finished(self, output_token_ids: Seq[int]) -> None:
-        """Draft from this output too, from now on."""
-        self._drafts.finished(output_token_ids)
+        """Draft from this output too, from now on. It is read once drafts are asked for, or with
+        MOST_UNREAD others."""
+        self._unread.append(output_token_ids)
+        if len(self._unread) == MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        for output in self._unread:
+            self._drafts.finished(output)
+        self._unread.clear()
 
     def propose(self, sequences: Iterable[Sequence]) -> int:
         """Set the continuations of the sequences that decode next, if any is worth a row; returns
@@ -63,11 +74,14 @@ class StepDrafts:
         least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
         if sum(shares) < least:  # no text is read until drafts are tried again
             return self._without_drafts()
+        self._read()
         expected = [0.0] * self._most
         for sequence, share in zip(decoding, shares, strict=True):
             sequence.num_proposed = self._continue(sequence)
+            reached = 1.0  # where each draft before is accepted too
             for position in range(sequence.num_proposed):
-                expected[position] += share
+                reached *= share
+                expected[position] += reached
         length = self._most
         while length and expected[length - 1] < least:
             length -= 1
