@@ -42,7 +42,7 @@ from hydraspec.speculators.suffix.drafts import SuffixDrafts
 from hydraspec.types import Continuations, Request, SamplingParams
 
 PAIR = Pair("tiny_gemma4", "suffix")
-OWN_TEXT = SuffixOptions(max_cached_requests=0)
+OWN_TEXT = SuffixOptions(max_cached_requests=0, min_acceptance=0)  # whoever shares the steps
 K, UNSET = 3, 77
 
 

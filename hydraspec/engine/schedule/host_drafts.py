@@ -14,7 +14,7 @@ from hydraspec.speculators.host import HostDrafts
 PRIOR = 0.5  # share of drafts accepted in a run, before any was verified
 WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run
 MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
-NUM_PRIOR = 2
+NUM_PRIOR = 4
 KEPT = 0.99  # part of these that still counts after a step without drafts
 RETURN = 0.002  # of the way back to PRIOR, in a step without drafts of any request
 MOST_UNREAD = 64  # finished outputs
