@@ -14,7 +14,8 @@ from hydraspec_kernels.sampling.truncation import target_probs
 from torch import Tensor
 
 from hydraspec.parallel.vocabulary import Vocabulary
-from hydraspec.types import MAX_LOGPROBS, Batch, RequestState, TokenLogprob, Verdict
+from hydraspec.parameters import MAX_LOGPROBS
+from hydraspec.types import Batch, RequestState, TokenLogprob, Verdict
 
 WIDTH = 1 + 2 * MAX_LOGPROBS
 

@@ -173,10 +173,12 @@ class Collector:
 
 def _note_prompt_logprobs(scheduled: Seq[Scheduled], result: StepResult) -> None:
     """Keep the log probabilities of prompts' tokens, in the order of the plan's ScoredRows."""
-    first = 0
-    for item in scheduled if result.prompt_logprobs is not None else ():
+    first, found = 0, result.prompt_logprobs
+    if found is None:
+        return
+    for item in scheduled:
         sequence, positions = item.sequence, item.scored
-        numbers = result.prompt_logprobs[first : first + len(positions)]
+        numbers = found[first : first + len(positions)]
         first += len(positions)
         count = sequence.request.sampling.prompt_logprobs or 0
         if positions and sequence.finish_reason is None:
