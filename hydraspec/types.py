@@ -1,5 +1,6 @@
 """Records that flow through a step. The module also exports the kernels' records of attention and
-verification, the errors of errors.py and the prompts of prompts.py; it imports no other room.
+verification, the errors of errors.py, the prompts of prompts.py and the sampling of parameters.py;
+it imports no other room.
 
 Shape legend, the same letters everywhere:
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,11 +24,6 @@ from hydraspec_kernels.attention.plan import GroupShape as GroupShape
 from hydraspec_kernels.attention.plan import RowSegment as RowSegment
 from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
-from hydraspec_kernels.sampling.records import MAX_BAD_WORD_LENGTH as MAX_BAD_WORD_LENGTH
-from hydraspec_kernels.sampling.records import MAX_BAD_WORDS as MAX_BAD_WORDS
-from hydraspec_kernels.sampling.records import MAX_BIASES as MAX_BIASES
-from hydraspec_kernels.sampling.records import MAX_ENDS as MAX_ENDS
-from hydraspec_kernels.sampling.records import MAX_LOGPROBS as MAX_LOGPROBS
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import SlotRules as SlotRules
 from hydraspec_kernels.sampling.records import Verdict as Verdict
@@ -39,6 +35,8 @@ from hydraspec.errors import DraftError as DraftError
 from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
+from hydraspec.parameters import SamplingParams as SamplingParams
+from hydraspec.parameters import TokenLogprob as TokenLogprob
 from hydraspec.pictures import Picture as Picture
 from hydraspec.prompts import IMAGE as IMAGE
 from hydraspec.prompts import Image as Image
@@ -48,30 +46,6 @@ from hydraspec.prompts import Span as Span
 from hydraspec.prompts import by_digest as by_digest
 from hydraspec.prompts import image_rows as image_rows
 from hydraspec.prompts import images_of as images_of
-
-
-@dataclass(slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0  # taken from tokens of the output
-    frequency_penalty: float = 0.0  # taken once for each time that a token is in the output
-    repetition_penalty: float = 1.0  # divides positive logits of prompt and output tokens
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what is added to its logit
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
-    min_tokens: int = 0  # output tokens before which only a limit ends the request
-    n: int = 1  # samples of the prompt, each of which is a request
-    logprobs: int | None = None  # alternatives of each output token, with its log probability
-    prompt_logprobs: int | None = None  # alternatives of each prompt token but the first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,20 +82,6 @@ class Request:
         """The prompt of a tokenised request."""
         assert self.prompt_token_ids is not None, "call tokenize() first"
         return Prompt(self.prompt_token_ids, self.spans)
-
-
-class TokenLogprob(NamedTuple):
-    """The natural logarithm of a token's probability, beside the most probable tokens."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]  # ids and log probabilities, falling; impossible ones left out
-
-    @classmethod
-    def of(cls, plain: Sequence[Any]) -> Self:
-        """The record that JSON has as a list."""
-        token_id, logprob, top = plain
-        return cls(token_id, logprob, [(other, value) for other, value in top])
 
 
 @dataclass(slots=True, kw_only=True)

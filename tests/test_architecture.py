@@ -19,15 +19,16 @@ MAY_IMPORT = {
     "errors": set(),
     "pictures": set(),
     "prompts": set(),
-    "types": {"kernels", "pictures", "prompts"},  # for their records
+    "parameters": set(),
+    "types": {"kernels", "pictures", "prompts", "parameters"},  # for their records
     "signals": set(),
     "shipped": set(),
     "version": set(),
     "plugins": set(),
-    "config": {"types", "pictures", "plugins", "shipped"},
+    "config": {"types", "parameters", "pictures", "plugins", "shipped"},
     "factory": {"config", "types"},  # classes by string only
     "parallel": {"kernels", "types", "signals", "config", "factory"},
-    "sampling": {"kernels", "types", "parallel"},
+    "sampling": {"kernels", "types", "parameters", "parallel"},
     "graphs": {"kernels", "types"},
     "models": {"kernels", "types", "pictures", "plugins", "shipped", "parallel"},
     "speculators": {

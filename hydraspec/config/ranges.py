@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hydraspec.types import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS, MAX_LOGPROBS
+from hydraspec.parameters import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_ENDS,
+    MAX_LOGPROBS,
+)
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1  # seeds live in int64 tensors

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from hydraspec_kernels.sampling.records import SamplingTensors
 from hydraspec_kernels.sampling.rules import constrained, row_places
@@ -14,7 +13,8 @@ from hydraspec_kernels.sampling.truncation import target_probs
 from torch import Tensor
 
 from hydraspec.parallel.vocabulary import Vocabulary
-from hydraspec.types import MAX_LOGPROBS, Batch, RequestState, TokenLogprob, Verdict
+from hydraspec.parameters import MAX_LOGPROBS
+from hydraspec.types import Batch, RequestState, Verdict
 
 WIDTH = 1 + 2 * MAX_LOGPROBS
 
@@ -69,11 +69,3 @@ def scored(rows: Tensor, token_ids: Tensor) -> Tensor:
     missing = rows.new_full((rows.shape[0], MAX_LOGPROBS - count), -torch.inf)
     parts = (own, top.indices.to(own.dtype), missing, top.values, missing)
     return torch.cat(parts, 1).to(torch.float32)
-
-
-def token_logprob(token_id: int, numbers: np.ndarray, count: int) -> TokenLogprob:
-    """The record of a token from its numbers [WIDTH], with `count` alternatives at most."""
-    ids, values = numbers[1 : 1 + count], numbers[1 + MAX_LOGPROBS :][:count]
-    possible = np.isfinite(values)
-    top = zip(ids[possible].astype(int).tolist(), values[possible].tolist(), strict=True)
-    return TokenLogprob(token_id, float(numbers[0]), list(top))

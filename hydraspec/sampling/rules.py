@@ -13,14 +13,8 @@ from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.rules import constrained
 from torch import Tensor
 
-from hydraspec.types import (
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_ENDS,
-    SamplingParams,
-    SlotRules,
-)
+from hydraspec.parameters import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS
+from hydraspec.types import SamplingParams, SlotRules
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -97,7 +91,7 @@ class RuleWriter:
         _copy(rules.bad_words[slot], _words(sampling.bad_words))
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _OneRow:
     """A step of one request with one row of logits and no drafts."""
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.run.draft_check import check_draft_ids
-from hydraspec.engine.run.results import LaunchedStep, StepResult
+from hydraspec.engine.run.logprobs import note_logprobs, note_prompt_logprobs
+from hydraspec.engine.run.results import LaunchedStep
 from hydraspec.engine.run.timing import StepClock
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
-from hydraspec.sampling.logprobs import token_logprob
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
 
@@ -63,7 +63,7 @@ class Collector:
         dropped. A request whose logits are not finite ends with an error, as does the run.
         """
         result = flight.step.result()
-        _note_prompt_logprobs(flight.scheduled, result)
+        note_prompt_logprobs(flight.scheduled, result)
         check_draft_ids(result.draft_tokens, self._info.vocab_size, self._speculator)
         now = time.perf_counter()
         tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
@@ -82,7 +82,7 @@ class Collector:
             requests.append(self._apply(item, drafts[place], emitted, valid, now))
             if self._scheduler.step_drafts is not None:
                 self._scheduler.step_drafts.observe(item, requests[-1].num_accepted)
-            self._note_logprobs(item, result, place, requests[-1].output_token_ids)
+            note_logprobs(item, result, place, requests[-1].output_token_ids)
             sequence.survivals = survivals[place]
             sequence.num_worthwhile = self._num_worthwhile(survivals[place])
             if len(valid) < len(emitted) and sequence.finish_reason is None:
@@ -110,14 +110,6 @@ class Collector:
         )
         self.num_steps += 1
         return Collected(record, completions, error)
-
-    @staticmethod
-    def _note_logprobs(item: Scheduled, result: StepResult, place: int, kept: Seq[int]) -> None:
-        sequence = item.sequence
-        count = sequence.request.sampling.logprobs
-        if count is not None and result.logprobs is not None:
-            numbers = result.logprobs[place]
-            sequence.logprobs += [token_logprob(t, numbers[i], count) for i, t in enumerate(kept)]
 
     def failed(self) -> list[Completion]:
         """Completions of requests that the scheduler failed or cancelled since the last call."""
@@ -169,22 +161,6 @@ class Collector:
         if survivals is None or least is None:
             return None
         return sum(each >= least for each in survivals)
-
-
-def _note_prompt_logprobs(scheduled: Seq[Scheduled], result: StepResult) -> None:
-    """Keep the log probabilities of prompts' tokens, in the order of the plan's ScoredRows."""
-    first = 0
-    for item in scheduled if result.prompt_logprobs is not None else ():
-        sequence, positions = item.sequence, item.scored
-        numbers = result.prompt_logprobs[first : first + len(positions)]
-        first += len(positions)
-        count = sequence.request.sampling.prompt_logprobs or 0
-        if positions and sequence.finish_reason is None:
-            # A preempted request reads its prompt again.
-            sequence.prompt_logprobs[positions.start - 1 :] = [
-                token_logprob(sequence.token_ids[at], row, count)
-                for at, row in zip(positions, numbers, strict=True)
-            ]
 
 
 def _offered(drafts: Seq[int], num_drafts: int) -> list[int]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from hydraspec.engine.run.draft_check import check_drafts_on_cpu
 from hydraspec.engine.run.host_drafts import write_drafts
 from hydraspec.engine.run.images import EncodedImages
 from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
+from hydraspec.engine.run.logprobs import prompt_logprobs
 from hydraspec.engine.run.results import (
     DeviceStep,
     LaunchedStep,
@@ -46,7 +46,6 @@ from hydraspec.graphs.modes import NONE
 from hydraspec.models.base import TargetModel
 from hydraspec.models.needed_rows import padded_needed_rows
 from hydraspec.parallel.control import ALONE, Control
-from hydraspec.sampling.logprobs import scored
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator, DraftGraphs
 from hydraspec.types import (
@@ -55,7 +54,6 @@ from hydraspec.types import (
     RequestState,
     RowSegment,
     SamplingFlags,
-    ScoredRows,
     StepPlan,
 )
 
@@ -64,7 +62,6 @@ log = logging.getLogger(__name__)
 # Without a graph, a step of few prefill rows takes the host longer than the device: its decodes are
 # launched first, as a graph. With many rows decodes cost least in the same pass over the weights.
 MAX_SPLIT_ROWS = 512
-SCORED_AT_ONCE = 256  # rows of prompts that get log probabilities
 
 
 class DeviceRunner(Runner):
@@ -330,7 +327,8 @@ class DeviceRunner(Runner):
         if captured is None:
             step = self.run_eagerly(plan)
             if plan.scored is not None:
-                self._scored = self._prompt_logprobs(step, plan.scored)
+                hidden = step.target_step.hidden_states
+                self._scored = prompt_logprobs(self.target, hidden, plan.scored)
             check_drafts_on_cpu(step.draft, self.target.vocab_size, self.speculator)
             return packed_results(step)
         self._write(captured.descriptor, plan)
@@ -338,22 +336,6 @@ class DeviceRunner(Runner):
         if outputs.undrafted is not None:
             self._propose_late(outputs.undrafted)
         return outputs.packed
-
-    def _prompt_logprobs(self, step: DeviceStep, scored_rows: ScoredRows) -> Tensor:
-        """[R, 1+2M] of prompts' tokens, from the hidden states of all rows; few rows at once, since
-        logits are wide."""
-        hidden = step.target_step.hidden_states
-        numbers = torch.from_numpy(np.stack([scored_rows.rows, scored_rows.token_ids]))
-        if hidden.is_cuda:
-            numbers = numbers.pin_memory()
-        places = numbers.to(hidden.device, non_blocking=True)
-        found = []
-        for rows, tokens in (part.unbind(0) for part in places.split(SCORED_AT_ONCE, dim=1)):
-            logits = self.target.compute_logits(hidden.index_select(0, rows))
-            whole = self.target.vocabulary.whole(logits)
-            wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-            found.append(scored(wide.log_softmax(-1), tokens))
-        return torch.cat(found)
 
     def run_eagerly(self, plan: StepPlan) -> DeviceStep:
         """Place a plan and run its verbs."""

@@ -9,7 +9,7 @@ at the latest when the host reads them.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -27,7 +27,6 @@ from hydraspec.engine.run.step_graphs import CapturedStep, RunnerLimits
 from hydraspec.engine.schedule.draft_lengths import lengths_up_to, offered_lengths
 from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
 from hydraspec.parallel.control import ALONE, Control
-from hydraspec.sampling.logprobs import LogprobRule
 from hydraspec.sampling.verifier import build_verifier
 from hydraspec.types import StepPlan
 
@@ -85,10 +84,8 @@ def build_runner(
         backend=backend,
         control=control,
     )
-    runner.logprobs = LogprobRule(
-        is_processed=config.sampling.logprobs_mode is LogprobsMode.processed,
-        vocabulary=target.vocabulary,
-    )
+    is_processed = config.sampling.logprobs_mode is LogprobsMode.processed
+    runner.logprobs = replace(runner.logprobs, is_processed=is_processed)
     if models.link is not None:
         runner.io = StageIO.of(models)
     return runner

@@ -11,11 +11,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-MAX_BIASES = 1024  # entries of a request's logit_bias
-MAX_ENDS = 128  # ending tokens that min_tokens bans: stop_token_ids and end-of-sequence ids
-MAX_LOGPROBS = 20  # alternatives of a token that are kept with their log probabilities
-MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 16  # sequences of bad_words, and tokens of each
-
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SamplingFlags:

@@ -1,7 +1,7 @@
 """Rules on logits: what changes the target's rows before temperature, truncation and verification.
 
 Row j of a request reads its known tokens and the j drafts before it, so that rules are exact at
-every draft and nothing has to be taken back for rejected ones (docs/adr/0052).
+every draft and nothing has to be taken back for rejected ones (docs/adr/0050).
 """
 
 from __future__ import annotations
