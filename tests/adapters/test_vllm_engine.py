@@ -17,7 +17,7 @@ from fake_engine import target_token
 from fake_vllm import FakeRequest
 from records import request as asked
 
-from hydraspec.adapters.vllm.engine import VllmEngine
+from hydraspec.adapters.vllm.engine import VllmEngine, sampling_params
 from hydraspec.adapters.vllm.steps import Part, StepStats, share_out
 from hydraspec.cli.compose import plan
 from hydraspec.config.schema import RunConfig, Weights
@@ -27,6 +27,7 @@ from hydraspec.types import (
     PrefixCaching,
     Request,
     StepRecord,
+    WorkloadError,
 )
 
 MAX_MODEL_LEN = 96
@@ -313,3 +314,22 @@ def test_the_real_vllm(method: str, tmp_path: Path) -> None:
         mean = 1 + sum(s.num_accepted for s in steps) / len(steps)
         assert mean == pytest.approx(2.5, abs=0.3)
     assert engine.info.memory_bytes["weights"] > 1 << 30
+
+
+def test_rules_go_to_vllm_in_its_words(start: Callable[..., VllmEngine]) -> None:
+    """End-of-sequence ids are stop ids there, which min_tokens holds back."""
+    engine = start()
+    (one,) = requests_of(1, max_tokens=8)
+    rules = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2}
+    biases = ((5, 1.5), (9, -2.0))
+    own = {"ignore_eos": False, "min_tokens": 3, "logit_bias": biases}
+    one.sampling = replace(one.sampling, **rules, **own)
+    params = sampling_params(one.sampling, engine.parts.eos_token_ids, streamed=True)
+    assert {name: getattr(params, name) for name in rules} == rules
+    assert (params.min_tokens, params.logit_bias) == (3, {5: 1.5, 9: -2.0})
+    assert set(engine.parts.eos_token_ids) <= set(params.stop_token_ids)
+    for key, value in (("bad_words", ((5,),)), ("logprobs", 1), ("prompt_logprobs", 0)):
+        (other,) = requests_of(1, max_tokens=8)
+        other.sampling = replace(other.sampling, **{key: value})
+        with pytest.raises(WorkloadError, match=rf"sampling\.{key} is not available: engine=vllm"):
+            engine.tokenize([other])

@@ -43,7 +43,7 @@ NOT_CAPTURED = (
 )
 OF_ANOTHER = "that of another rank"
 SPARE_BYTES = GIB // 4  # most memory that a capture takes beside its tensors
-SAMPLING_COPIES = 8  # most copies of float32 logits in a step that samples with every option
+SAMPLING_COPIES = 12  # most copies of float32 logits in a step that samples with every option
 
 CapturedStep: TypeAlias = Captured[PlanTensors, StepOutputs]
 
