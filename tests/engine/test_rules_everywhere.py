@@ -6,12 +6,18 @@ from functools import cache
 from typing import Any
 
 import pytest
-from graph_runs import attention_as_on_devices, graph_config, make_graph_engine, zoo_requests
+from graph_runs import (
+    attention_as_on_devices,
+    graph_config,
+    make_graph_engine,
+    no_waiting,
+    zoo_requests,
+)
 from grids import slow_unless
 from recorded_graphs import RecordedOps
 from thread_ranks import as_ranks
 
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import Device, Dtype, RunConfig
 from hydraspec.engine.native import NativeEngine
 from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
@@ -123,3 +129,23 @@ def test_preempted_requests_count_what_they_said_before() -> None:
     found, num_preempted = outputs(engine, requests(greedy=True))
     assert num_preempted > 0
     assert found == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_of_a_device_follow_the_rules_of_their_steps(mode: str) -> None:
+    """Greedy requests in float32: the CPU's tokens, and log probabilities within rounding; nothing
+    waits for the device."""
+    wanted, _ = outputs(NativeEngine(graph_config("eagle3", "none")), requests(greedy=True))
+    config = graph_config("eagle3", mode, device=Device.cuda, dtype=Dtype.float32)
+    engine = make_graph_engine(config, None)
+    asked = requests(greedy=True)
+    engine.tokenize(asked)
+    engine.prepare(asked)
+    outputs(engine, asked)
+    with no_waiting():
+        found, _ = outputs(engine, requests(greedy=True))
+    for index, (tokens, numbers) in wanted.items():
+        assert found[index][0] == tokens
+        assert found[index][1] == pytest.approx(numbers, abs=1e-3)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton_interpreter import mend_interpreter
 
 from hydraspec.sampling.verifier import Verifier
-from hydraspec.types import Batch, RequestState, SamplingFlags, Verdict
+from hydraspec.types import Batch, RequestState, SamplingFlags, SlotRules, Verdict
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,9 @@ class Step:
 
 def _moved(record: Any, device: str) -> Any:
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return replace(record, **{n: x.to(device) for n, x in values.items() if torch.is_tensor(x)})
+    moved = {n: x.to(device) for n, x in values.items() if torch.is_tensor(x)}
+    moved |= {n: _moved(x, device) for n, x in values.items() if isinstance(x, SlotRules)}
+    return replace(record, **moved)
 
 
 def _per_request(value: float | Tensor, count: int, dtype: torch.dtype) -> Tensor:

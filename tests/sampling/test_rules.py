@@ -106,3 +106,15 @@ def test_slots_without_rules_keep_their_logits(windows: Callable[..., Any]) -> N
     found = constrained(step.logits, step.batch, step.state, plain, EVERYTHING)
     assert torch.equal(found.nan_to_num(7.0), step.logits.nan_to_num(7.0))
     assert found.data_ptr() != step.logits.data_ptr()
+
+
+@pytest.mark.gpu
+def test_a_device_has_the_rules_of_the_cpu(windows: Callable[..., Any]) -> None:
+    """Many rows of the same tokens, which a device adds up in any order."""
+    rng = np.random.default_rng(2)
+    for _ in range(10):
+        step, _ = windows(rng, 16)
+        there = step.to("cuda")
+        expected = constrained(step.logits, step.batch, step.state, step.state.rules, EVERYTHING)
+        found = constrained(there.logits, there.batch, there.state, there.state.rules, EVERYTHING)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6, equal_nan=True)
