@@ -15,6 +15,7 @@ from hydraspec import plugins
 from hydraspec.config.choices import added_workload, packaged
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
+    LogprobsMode,
     RunConfig,
     SamplingConfig,
     Verification,
@@ -121,6 +122,7 @@ def read(config: RunConfig) -> Workload | None:
         raise WorkloadError(f"{found.name}: there is no request in it; write a JSON object a line")
     workload.warnings = found.warnings + _overridden(config.sampling, workload.requests)
     workload.warnings += _set_thinking(config.workload, workload.requests)
+    workload.warnings += _unread_mode(config.sampling, workload.requests)
     if makes_turns:
         workload.requests, workload.places = conversations_of_lines(
             workload.requests, workload.places, config
@@ -157,6 +159,15 @@ def _lines(config: RunConfig) -> _Lines:
         lines, folder = iter(content.split(b"\n")), workload_files.folder_of(size)
     places = ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1))
     return _Lines(name, places, folder=folder)
+
+
+def _unread_mode(config: SamplingConfig, requests: Sequence[Request]) -> list[str]:
+    """A warning if sampling.logprobs_mode is set and no request asks for log probabilities of its
+    output."""
+    mode = config.logprobs_mode
+    if mode is LogprobsMode.raw or any(r.sampling.logprobs is not None for r in requests):
+        return []
+    return [f"sampling.logprobs_mode={mode.value} has no effect: no request has logprobs"]
 
 
 def _set_thinking(config: WorkloadConfig, requests: Sequence[Request]) -> list[str]:

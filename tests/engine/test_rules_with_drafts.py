@@ -182,7 +182,7 @@ def exact_cells(
     return cells | open_cells
 
 
-def p_value(target: str, method: str) -> tuple[float, int]:
+def p_value(target: str, method: str, *typed: str) -> tuple[float, int]:
     """P-value of the outputs with this drafter, and how many drafts were accepted."""
     known = sampled(target)
     cells = known.cells
@@ -195,7 +195,9 @@ def p_value(target: str, method: str) -> tuple[float, int]:
         )
         for i in range(NUM_REQUESTS)
     ]
-    texts, num_accepted = outputs(engine_of(target, method, "engine.max_num_seqs=64"), requests)
+    texts, num_accepted = outputs(
+        engine_of(target, method, "engine.max_num_seqs=64", *typed), requests
+    )
     counts = Counter(cell_of(tuple(text[:LENGTH]), cells) for text in texts)
     expected = np.array(list(cells.values())) * NUM_REQUESTS
     observed = np.array([counts[cell] for cell in cells], dtype=float)
@@ -227,6 +229,16 @@ def test_samples_under_rules_have_the_distribution_without_drafts(method: str, t
     p, num_accepted = p_value(target, method)
     assert p > ALPHA
     assert num_accepted > NUM_REQUESTS // 8 or method in ("ngram", "suffix")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_sampled_drafts_keep_the_distribution_under_rules(verification: str) -> None:
+    """Drafts from the drafter's own distribution, which no rule changes, beside the ruled p."""
+    typed = ("method.draft_sampling=probabilistic", f"method.verification={verification}")
+    p, num_accepted = p_value("tiny_qwen3", "eagle3", *typed)
+    assert p > ALPHA
+    assert num_accepted > NUM_REQUESTS // 8
 
 
 def test_rules_that_forget_the_drafts_before_a_row_are_found(

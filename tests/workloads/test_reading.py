@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from workload_lines import GOOD, read_lines
 
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import LogprobsMode, RunConfig
 from hydraspec.types import ConfigurationError, SamplingParams, WorkloadError
 from hydraspec.workloads import reading as workloads
 from hydraspec.workloads.generated import random_requests
@@ -184,6 +184,15 @@ def test_a_key_that_every_line_overrides_is_warned_about(config: RunConfig, path
     assert workload.warnings == [f"sampling.max_tokens=1 {tail}", f"sampling.stop=[x] {tail}"]
     workload = read_lines(config, path, own, {**own, "max_tokens": None, "sampling": None})
     assert workload.warnings == []
+
+
+def test_a_mode_of_log_probabilities_without_any_is_warned_about(
+    config: RunConfig, path: Path
+) -> None:
+    config.sampling.logprobs_mode = LogprobsMode.processed
+    assert read_lines(config, path, {**GOOD, "sampling": {"logprobs": 0}}).warnings == []
+    (warning,) = read_lines(config, path, GOOD).warnings
+    assert warning == "sampling.logprobs_mode=processed has no effect: no request has logprobs"
 
 
 def test_default_values_that_lines_override_need_no_warning(config: RunConfig, path: Path) -> None:
