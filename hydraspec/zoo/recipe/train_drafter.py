@@ -34,6 +34,7 @@ from hydraspec.zoo.recipe.modeling import (
     target_masks,
 )
 from hydraspec.zoo.recipe.recipes import DraftRecipe
+from hydraspec.zoo.recipe.tokenizer import VOCAB_SIZE
 from hydraspec.zoo.recipe.training import train
 
 MASK_TOKEN_ID = 0  # <pad>: no text holds it
@@ -83,11 +84,15 @@ def keep_states(
     return KeptStates(torch.cat(hidden), torch.cat(aux))
 
 
-def most_frequent_tokens(data: Sequences, count: int) -> Tensor:
-    """The `count` tokens that responses hold most often, in ascending order."""
+def token_counts(data: Sequences) -> Tensor:
+    """Numbers [V] of each token in responses."""
     place = torch.arange(data.tokens.shape[1], device=data.tokens.device)[None]
     inside = (place >= data.prompt_length[:, None]) & (place < data.length[:, None])
-    counts = torch.bincount(data.tokens[inside].long())
+    return torch.bincount(data.tokens[inside].long(), minlength=VOCAB_SIZE)
+
+
+def most_frequent(counts: Tensor, count: int) -> Tensor:
+    """The `count` tokens of the largest counts [V], in ascending order."""
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
@@ -198,7 +203,7 @@ def train_drafter(
         head.load_state_dict(weights)
     head.to(data.tokens.device)
     if recipe.draft_vocab_size is not None:
-        head.token_ids = most_frequent_tokens(data, recipe.draft_vocab_size)
+        head.token_ids = most_frequent(token_counts(data), recipe.draft_vocab_size)
 
     def loss_of(batch: Sequences) -> Tensor:
         return unrolled_loss(head, recipe, target, kept.view(target, batch.index), batch)

@@ -1,0 +1,186 @@
+"""Trains the target that reads pictures, its assistant and its EAGLE-3 head.
+
+The tower learns alone first, from heads that name the shape at each token, mark the tokens of
+shapes' middles and count the shapes of each kind. Then the whole model learns to answer, on
+questions with pictures and on texts of the corpus.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hydraspec.workloads import drawn
+from hydraspec.zoo.recipe import pictured, train_assistant, train_drafter
+from hydraspec.zoo.recipe.batches import Sequences
+from hydraspec.zoo.recipe.draft_heads import DraftHead, TargetView
+from hydraspec.zoo.recipe.modeling import Assistant
+from hydraspec.zoo.recipe.pictured_recipes import ASSISTANT, EAGLE3, TARGET, TOWER, VISION
+from hydraspec.zoo.recipe.pictured_texts import (
+    MOST_SHAPES,
+    NUM_CLASSES,
+    SLOTS,
+    Mixture,
+    PicturedTexts,
+    Scenes,
+)
+from hydraspec.zoo.recipe.train_target import PROMPT_WEIGHT
+from hydraspec.zoo.recipe.training import train
+
+PROBED = 256  # pictures that give the tokens' mean and size
+ANSWER_ROWS = 16  # more than the longest answer to a question has
+
+
+class SceneHeads(nn.Module):
+    """Linear heads over the tower's tokens, which are dropped after training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size, kinds = VISION["hidden_size"], len(drawn.KINDS)
+        self.classes = nn.Linear(size, NUM_CLASSES)
+        self.middles = nn.Linear(size, 1 + kinds)
+        self.counts = nn.Linear(size, kinds * MOST_SHAPES)
+
+    def loss(self, pooled: Tensor, scenes: Scenes) -> Tensor:
+        """Sum of three mean cross entropies; pooled [P, S, E]."""
+        x = F.rms_norm(pooled, (pooled.shape[-1],))
+        is_real = torch.arange(SLOTS, device=x.device)[None] < scenes.pictures.num_tokens[:, None]
+        counts = self.counts(x).unflatten(-1, (-1, MOST_SHAPES))
+        wanted = scenes.counts[:, None].expand(-1, SLOTS, -1)
+        pairs = ((self.classes(x), scenes.classes), (self.middles(x), scenes.middles))
+        total = torch.zeros((), device=x.device)
+        for logits, labels in (*pairs, (counts, wanted)):
+            losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+            losses = losses.view(*labels.shape[:2], -1).mean(-1)
+            total = total + (losses * is_real).sum() / is_real.sum()
+        return total
+
+
+def train_tower(wrapper: Any, scenes: Scenes, title: str) -> None:
+    """Train the tower alone, then set the mean and size by which its tokens are standardised."""
+    tower = wrapper.model.vision_tower
+    both = nn.ModuleList([tower, SceneHeads().to(scenes.tokens.device)])
+    heads: Any = both[1]
+
+    def loss_of(batch: Scenes) -> Tensor:
+        loss: Tensor = heads.loss(pictured.pooled_tokens(tower, batch.pictures), batch)
+        return loss
+
+    train(both, loss_of, scenes, TOWER, f"{title} tower")
+    with torch.no_grad():
+        probed = scenes.pictures.rows(torch.arange(PROBED, device=scenes.tokens.device))
+        pooled = pictured.pooled_tokens(tower, probed).flatten(0, 1)
+        tower.std_bias.copy_(pooled.mean(0))
+        tower.std_scale.copy_(1 / pooled.std(0))
+
+
+def _answer_loss(logits: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
+    """Sum of the weighted cross entropies of all tokens but the first, and of the weights: 1 in
+    responses, `PROMPT_WEIGHT` in prompts without a picture, else 0."""
+    place = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)[None]
+    is_text = isinstance(batch, PicturedTexts) and not len(batch.pictures)
+    weights = torch.where(
+        place < batch.prompt_length[:, None], PROMPT_WEIGHT if is_text else 0.0, 1.0
+    )
+    weights = weights * (place < batch.length[:, None])
+    targets = batch.tokens[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses.view_as(targets) * weights).sum(), weights.sum()
+
+
+def train_target(scenes: Scenes, data: Mixture, title: str) -> Any:
+    """The trained wrapper, on the data's device."""
+    wrapper: Any = pictured.build().to(data.tokens.device)
+    train_tower(wrapper, scenes, title)
+    text = pictured.text_of(wrapper)
+
+    def loss_of(batch: Mixture) -> Tensor:
+        total = torch.zeros((), device=batch.tokens.device)
+        for part, share in zip(batch.parts, batch.shares, strict=True):
+            loss, weight = _answer_loss(pictured.run(wrapper, text, part)[0].logits, part)
+            total = total + share / sum(batch.shares) * loss / weight
+        return total
+
+    train(wrapper, loss_of, data, TARGET, title)
+    return wrapper
+
+
+@torch.no_grad()
+def right_share(wrapper: Any, texts: PicturedTexts, size: int = 32) -> Tensor:
+    """Mask [N] of texts whose response is the model's greedy one."""
+    text, found = pictured.text_of(wrapper), []
+    for rows in torch.arange(len(texts.tokens), device=texts.tokens.device).split(size):
+        batch = texts.rows(rows)
+        chosen = pictured.run(wrapper, text, batch)[0].logits[:, :-1].argmax(-1)
+        place = torch.arange(1, batch.tokens.shape[1], device=chosen.device)[None]
+        inside = (place >= batch.prompt_length[:, None]) & (place < batch.length[:, None])
+        found.append(((chosen == batch.tokens[:, 1:]) | ~inside).all(1))
+    return torch.cat(found)
+
+
+# ------------------------------------------------------------------ drafters
+
+
+def train_assistant_of(wrapper: Any, data: Mixture, title: str) -> Assistant:
+    """An assistant trained on, over the wrapper's frozen weights."""
+    wrapper.requires_grad_(False)
+    text = pictured.text_of(wrapper)
+    assistant = train_assistant.build(ASSISTANT, text).to(data.tokens.device)
+
+    def loss_of(batch: Mixture) -> Tensor:
+        total = torch.zeros((), device=batch.tokens.device)
+        for part, share in zip(batch.parts, batch.shares, strict=True):
+            with torch.no_grad():
+                output, embedded = pictured.run(wrapper, text, part)
+            rows = ANSWER_ROWS if len(part.pictures) else train_assistant.DRAFT_ROWS
+            loss = train_assistant.drafting_loss(
+                ASSISTANT, assistant, part, output, embedded, rows, text.config.sliding_window
+            )
+            total = total + share / sum(batch.shares) * loss
+        return total
+
+    train(assistant, loss_of, data, ASSISTANT, title)
+    return assistant
+
+
+@torch.no_grad()
+def read_states(
+    wrapper: Any, text: Any, batch: PicturedTexts, aux_layer_ids: tuple[int, ...]
+) -> tuple[TargetView, Sequences]:
+    """Inputs of a head that reads images: rows of pictures stand in its embedding table after the
+    vocabulary, and the texts' placeholders name them."""
+    output, embedded = pictured.run(wrapper, text, batch, aux_layer_ids)
+    view = train_drafter.view_of(text, output.hidden, torch.cat(output.aux, -1))
+    tokens = batch.tokens
+    if len(batch.pictures):
+        view.table = torch.cat([view.table, embedded.flatten(0, 1).to(view.table.dtype)])
+        at = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+        tokens = torch.where(batch.places >= 0, text.config.vocab_size + at, tokens)
+    return view, Sequences(tokens, batch.prompt_length, batch.length, batch.index)
+
+
+def train_eagle3(wrapper: Any, data: Mixture, title: str) -> DraftHead:
+    """An EAGLE-3 head that reads images, over the wrapper's frozen weights."""
+    wrapper.requires_grad_(False)
+    text, device = pictured.text_of(wrapper), data.tokens.device
+    head = train_drafter.build(EAGLE3, text.config)
+    probed = data.sample(EAGLE3.batch_size, torch.Generator(device).manual_seed(0))
+    aux = read_states(wrapper, text, probed.parts[0], EAGLE3.aux_layer_ids)[0].aux
+    train_drafter.start(head, EAGLE3, aux)
+    head.to(device)
+    counts = torch.stack([train_drafter.token_counts(part) for part in data.parts]).sum(0)
+    head.token_ids = train_drafter.most_frequent(counts, EAGLE3.draft_vocab_size or len(counts))
+
+    def loss_of(batch: Mixture) -> Tensor:
+        total = torch.zeros((), device=device)
+        for part, share in zip(batch.parts, batch.shares, strict=True):
+            view, texts = read_states(wrapper, text, part, EAGLE3.aux_layer_ids)
+            loss = train_drafter.unrolled_loss(head, EAGLE3, text, view, texts)
+            total = total + share / sum(batch.shares) * loss
+        return total
+
+    train(head, loss_of, data, EAGLE3, title)
+    return head
