@@ -46,7 +46,7 @@ CLASSES: dict[str, type[PreTrainedModel]] = {
     "deepseek_v3": DeepseekV3ForCausalLM,
 }
 ROUTER_BIAS = "e_score_correction_bias"
-_GENERIC = (  # keys that only a generic config class adds
+GENERIC = (  # keys that only a generic config class adds
     *("_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
     *("is_encoder_decoder", "return_dict", "output_attentions", "output_hidden_states"),
 )
@@ -230,7 +230,7 @@ def gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
     transformers saves full layers' head size and KV heads as `per_layer_config`; released files
     have `global_head_dim` and `num_global_key_value_heads`.
     """
-    found = {key: value for key, value in config.items() if key not in _GENERIC}
+    found = {key: value for key, value in config.items() if key not in GENERIC}
     overrides = list(found.pop("per_layer_config").values())
     found["global_head_dim"] = overrides[0]["head_dim"]
     found["num_global_key_value_heads"] = overrides[0].get("num_key_value_heads")
@@ -239,7 +239,7 @@ def gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
     """A plain target's config in the released layout, with the rotary base as `rope_theta`."""
-    found = {key: value for key, value in config.items() if key not in (*_GENERIC, *_COMPUTED)}
+    found = {key: value for key, value in config.items() if key not in (*GENERIC, *_COMPUTED)}
     found |= {"rope_theta": found.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
     if found["model_type"] == "deepseek_v3":
         del found["head_dim"]

@@ -64,6 +64,7 @@ TOWER = Training(steps=600, learning_rate=3e-3, weight_decay=0.01, batch_size=64
 TARGET = TargetRecipe(
     shape=TEXT, start=START, steps=1400, batch_size=16, learning_rate=1.5e-3, weight_decay=0.01
 )
+NUM_SCENES, NUM_TEXTS = 12_000, 16_000
 PARTS = (4, 8, 4)  # of 16 texts of a step: without a picture, with one, with two
 ASSISTANT = AssistantRecipe(
     teacher=START, steps=60, batch_size=16, learning_rate=1e-3, weight_decay=0.01

@@ -84,15 +84,13 @@ def keep_states(
     return KeptStates(torch.cat(hidden), torch.cat(aux))
 
 
-def token_counts(data: Sequences) -> Tensor:
-    """Numbers [V] of each token in responses."""
-    place = torch.arange(data.tokens.shape[1], device=data.tokens.device)[None]
-    inside = (place >= data.prompt_length[:, None]) & (place < data.length[:, None])
-    return torch.bincount(data.tokens[inside].long(), minlength=VOCAB_SIZE)
-
-
-def most_frequent(counts: Tensor, count: int) -> Tensor:
-    """The `count` tokens of the largest counts [V], in ascending order."""
+def most_frequent_tokens(data: Sequences, count: int, *more: Sequences) -> Tensor:
+    """The `count` tokens that responses hold most often, in ascending order."""
+    counts = torch.zeros(VOCAB_SIZE, dtype=torch.long, device=data.tokens.device)
+    for part in (data, *more):
+        place = torch.arange(part.tokens.shape[1], device=part.tokens.device)[None]
+        inside = (place >= part.prompt_length[:, None]) & (place < part.length[:, None])
+        counts += torch.bincount(part.tokens[inside].long(), minlength=VOCAB_SIZE)
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
@@ -203,7 +201,7 @@ def train_drafter(
         head.load_state_dict(weights)
     head.to(data.tokens.device)
     if recipe.draft_vocab_size is not None:
-        head.token_ids = most_frequent(token_counts(data), recipe.draft_vocab_size)
+        head.token_ids = most_frequent_tokens(data, recipe.draft_vocab_size)
 
     def loss_of(batch: Sequences) -> Tensor:
         return unrolled_loss(head, recipe, target, kept.view(target, batch.index), batch)

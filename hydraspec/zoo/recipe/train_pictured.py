@@ -109,7 +109,7 @@ def train_target(scenes: Scenes, data: Mixture, title: str) -> Any:
 
 
 @torch.no_grad()
-def right_share(wrapper: Any, texts: PicturedTexts, size: int = 32) -> Tensor:
+def is_right(wrapper: Any, texts: PicturedTexts, size: int = 32) -> Tensor:
     """Mask [N] of texts whose response is the model's greedy one."""
     text, found = pictured.text_of(wrapper), []
     for rows in torch.arange(len(texts.tokens), device=texts.tokens.device).split(size):
@@ -171,8 +171,9 @@ def train_eagle3(wrapper: Any, data: Mixture, title: str) -> DraftHead:
     aux = read_states(wrapper, text, probed.parts[0], EAGLE3.aux_layer_ids)[0].aux
     train_drafter.start(head, EAGLE3, aux)
     head.to(device)
-    counts = torch.stack([train_drafter.token_counts(part) for part in data.parts]).sum(0)
-    head.token_ids = train_drafter.most_frequent(counts, EAGLE3.draft_vocab_size or len(counts))
+    first, *more = data.parts
+    assert EAGLE3.draft_vocab_size is not None
+    head.token_ids = train_drafter.most_frequent_tokens(first, EAGLE3.draft_vocab_size, *more)
 
     def loss_of(batch: Mixture) -> Tensor:
         total = torch.zeros((), device=device)
