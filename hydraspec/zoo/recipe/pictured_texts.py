@@ -99,6 +99,12 @@ class Scenes:
     counts: Tensor  # [N, kinds] int64: shapes of each kind
 
     @property
+    def places(self) -> Tensor:
+        """The third of the picture, by columns and by rows, in which each token lies, [N, S, 2]."""
+        at = self.pictures.positions.long()
+        return at[:, :, 0] * len(drawn.ROWS) // (at.flatten(1, 2).amax(1) + 1)[:, None]
+
+    @property
     def tokens(self) -> Tensor:
         """A tensor on the data's device."""
         return self.classes
@@ -192,8 +198,9 @@ class PicturedTexts(Sequences):
         """The texts at places `rows` [B], tokens and places as int64."""
         per_text = len(self.pictures) // len(self.tokens)
         numbers = torch.arange(len(rows), device=rows.device)[:, None]
-        first = self.places[rows].long()  # of the text's own pictures
-        places = torch.where(first < 0, first, first + numbers * per_text * SLOTS)
+        span = per_text * SLOTS  # rows of a text's pictures
+        first = self.places[rows].long()
+        places = torch.where(first < 0, first, first % max(span, 1) + numbers * span)
         which = rows[:, None] * per_text + torch.arange(per_text, device=rows.device)
         return PicturedTexts(
             *_fields(super().rows(rows)), places, self.pictures.rows(which.flatten())
@@ -246,12 +253,12 @@ class Mixture:
 
 
 def questions(seed: int, *, held_out: bool) -> Iterator[drawn.Question]:
-    """Endless questions of which all pictures lie on one side of the split."""
+    """Endless questions without a held-out picture, or each with one at least."""
     index = 0
     while True:
         asked = drawn.question(seed, index)
         index += 1
-        if all(is_held_out(pixels) is held_out for pixels in asked.pictures):
+        if any(map(is_held_out, asked.pictures)) is held_out:
             yield asked
 
 

@@ -43,16 +43,22 @@ class SceneHeads(nn.Module):
         self.classes = nn.Linear(size, NUM_CLASSES)
         self.middles = nn.Linear(size, 1 + kinds)
         self.counts = nn.Linear(size, kinds * MOST_SHAPES)
+        self.places = nn.Linear(size, len(drawn.COLUMNS) + len(drawn.ROWS))
 
     def loss(self, pooled: Tensor, scenes: Scenes) -> Tensor:
-        """Sum of three mean cross entropies; pooled [P, S, E]."""
+        """Sum of four mean cross entropies; pooled [P, S, E]."""
         x = F.rms_norm(pooled, (pooled.shape[-1],))
         is_real = torch.arange(SLOTS, device=x.device)[None] < scenes.pictures.num_tokens[:, None]
         counts = self.counts(x).unflatten(-1, (-1, MOST_SHAPES))
         wanted = scenes.counts[:, None].expand(-1, SLOTS, -1)
-        pairs = ((self.classes(x), scenes.classes), (self.middles(x), scenes.middles))
+        places = self.places(x).unflatten(-1, (2, -1))
         total = torch.zeros((), device=x.device)
-        for logits, labels in (*pairs, (counts, wanted)):
+        for logits, labels in (
+            (self.classes(x), scenes.classes),
+            (self.middles(x), scenes.middles),
+            (counts, wanted),
+            (places, scenes.places),
+        ):
             losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
             losses = losses.view(*labels.shape[:2], -1).mean(-1)
             total = total + (losses * is_real).sum() / is_real.sum()
