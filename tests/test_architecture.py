@@ -126,7 +126,15 @@ OWNERS = {
     "jinja2": ["hydraspec/study/html.py"],
     "PIL": ["hydraspec/models/pictures/decoding.py"],
 }
-LAZY = {"PIL", "scipy", "wandb", "wandb_workspaces", "datasets", "pyarrow", "vllm"}  # inside functions
+LAZY = {
+    "PIL",
+    "scipy",
+    "wandb",
+    "wandb_workspaces",
+    "datasets",
+    "pyarrow",
+    "vllm",
+}  # inside functions
 
 
 def room_of(path: str) -> str:

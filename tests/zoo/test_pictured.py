@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.pictures.format import read_picture_format
 from hydraspec.models.pictures.patches import to_image
-from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.workloads import drawn
 from hydraspec.zoo.recipe import (
     draft_files,
@@ -116,7 +116,9 @@ def test_prompts_are_those_of_the_chat_template() -> None:
     plain = AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny_gemma4")
     message = [{"role": "user", "content": "Sort: 31 4"}]
     given = {"add_generation_prompt": True, "tokenize": False}
-    assert found.apply_chat_template(message, **given) == plain.apply_chat_template(message, **given)
+    assert found.apply_chat_template(message, **given) == plain.apply_chat_template(
+        message, **given
+    )
 
 
 @pytest.mark.parametrize("num_pictures", [1, 2])
@@ -193,7 +195,7 @@ def test_answers_depend_on_the_picture() -> None:
 
 
 def test_the_head_reads_the_merged_rows() -> None:
-    """Step 0 of a row before a picture's reads what the target embeds there, unscaled by the head."""
+    """Step 0 of a row before a picture's reads what the target embeds there; others unscaled."""
     text = pictured.text_of(wrapper())
     batch = texts(1, 1)
     view, read = train_pictured.read_states(wrapper(), text, batch, EAGLE3.aux_layer_ids)

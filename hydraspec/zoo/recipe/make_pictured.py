@@ -36,7 +36,13 @@ def make(out: Path, device: torch.device) -> dict[str, float]:
     pictured.save_tokenizer(folder)
     scenes = pictured_texts.make_scenes(NUM_SCENES).to(device)
     data = pictured_texts.make_mixture(folder, NUM_TEXTS, TARGET_DATA_SEED, PARTS).to(device)
-    wrapper = train_pictured.train_target(scenes, data, NAME)
+    tokens = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    words = {
+        word: tokens(f" {word}", add_special_tokens=False)["input_ids"]
+        for group in train_pictured.SEEN
+        for word in group
+    }
+    wrapper = train_pictured.train_target(scenes, data, words, NAME)
     pictured.save_target(wrapper, folder, STOP_TOKENS)
     make_drafters(out, device)
     return accuracy(pictured.load(folder, device), folder)

@@ -1,5 +1,5 @@
-"""The target that reads pictures: its wrapper of transformers, run with shapes that no data decides,
-its tokenizer, and its files.
+"""The target that reads pictures: its wrapper of transformers, run with shapes that no data
+decides, its tokenizer, and its files.
 
 Letters as in `pictured_texts.py`; D width of the text model, E width of the tower.
 """
@@ -80,7 +80,6 @@ def build() -> Gemma4ForConditionalGeneration:
         tower.patch_embedder.position_embedding_table.mul_(0.5)
         tower.std_bias.zero_()
         tower.std_scale.fill_(1.0)
-        wrapper.model.embed_vision.embedding_projection.weight.mul_(4.0)
     wrapper.tie_weights()
     return wrapper
 

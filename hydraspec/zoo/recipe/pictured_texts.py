@@ -117,6 +117,10 @@ class Scenes:
         """A batch drawn with replacement."""
         device = self.classes.device
         rows = torch.randint(len(self.counts), (batch_size,), generator=generator, device=device)
+        return self.rows(rows)
+
+    def rows(self, rows: Tensor) -> Scenes:
+        """The scenes at places `rows` [B]."""
         contents = (self.classes[rows], self.middles[rows], self.counts[rows])
         return Scenes(self.pictures.rows(rows), *contents)
 
@@ -170,9 +174,7 @@ def _contents(
     row, column = ((np.arange(n) + 0.5) * cells / n for n, cells in zip(fitted, size, strict=True))
     for shape in shapes:
         kind, colour = drawn.KINDS.index(shape.kind), list(drawn.COLOURS).index(shape.colour)
-        near = np.hypot(
-            row[:, None] - (shape.row + 0.5), column[None] - (shape.column + 0.5)
-        )
+        near = np.hypot(row[:, None] - (shape.row + 0.5), column[None] - (shape.column + 0.5))
         classes[near < 0.4] = 1 + kind * len(drawn.COLOURS) + colour
         middles[np.unravel_index(near.argmin(), near.shape)] = 1 + kind
     return classes.ravel(), middles.ravel()

@@ -1,12 +1,15 @@
 """Trains the target that reads pictures, its assistant and its EAGLE-3 head.
 
-The tower learns alone first, from heads that name the shape at each token, mark the tokens of
-shapes' middles and count the shapes of each kind. Then the whole model learns to answer, on
-questions with pictures and on texts of the corpus.
+The tower learns alone first, from heads that name the shape and the place of each token, mark the
+tokens of shapes' middles and count the shapes of each kind. The projection then begins as the least
+squares fit that makes a token the sum of the embeddings of the words for what it shows, which the
+text model has attended to before. Last the whole model learns to answer, on questions with pictures
+and on texts of the corpus.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +33,12 @@ from hydraspec.zoo.recipe.pictured_texts import (
 from hydraspec.zoo.recipe.train_target import PROMPT_WEIGHT
 from hydraspec.zoo.recipe.training import train
 
-PROBED = 256  # pictures that give the tokens' mean and size
+PROBED = 1000  # scenes of the fit
+# Words for what a token shows: colour, kind and number of shapes, column and row.
+SEEN: tuple[Sequence[str], ...] = (
+    *(list(drawn.COLOURS), drawn.KINDS, [str(n) for n in range(MOST_SHAPES)]),
+    *(drawn.COLUMNS, drawn.ROWS),
+)
 ANSWER_ROWS = 16  # more than the longest answer to a question has
 
 
@@ -48,7 +56,7 @@ class SceneHeads(nn.Module):
     def loss(self, pooled: Tensor, scenes: Scenes) -> Tensor:
         """Sum of four mean cross entropies; pooled [P, S, E]."""
         x = F.rms_norm(pooled, (pooled.shape[-1],))
-        is_real = torch.arange(SLOTS, device=x.device)[None] < scenes.pictures.num_tokens[:, None]
+        is_real = _is_real(scenes)
         counts = self.counts(x).unflatten(-1, (-1, MOST_SHAPES))
         wanted = scenes.counts[:, None].expand(-1, SLOTS, -1)
         places = self.places(x).unflatten(-1, (2, -1))
@@ -66,7 +74,7 @@ class SceneHeads(nn.Module):
 
 
 def train_tower(wrapper: Any, scenes: Scenes, title: str) -> None:
-    """Train the tower alone, then set the mean and size by which its tokens are standardised."""
+    """Train the tower alone."""
     tower = wrapper.model.vision_tower
     both = nn.ModuleList([tower, SceneHeads().to(scenes.tokens.device)])
     heads: Any = both[1]
@@ -76,11 +84,48 @@ def train_tower(wrapper: Any, scenes: Scenes, title: str) -> None:
         return loss
 
     train(both, loss_of, scenes, TOWER, f"{title} tower")
-    with torch.no_grad():
-        probed = scenes.pictures.rows(torch.arange(PROBED, device=scenes.tokens.device))
-        pooled = pictured.pooled_tokens(tower, probed).flatten(0, 1)
-        tower.std_bias.copy_(pooled.mean(0))
-        tower.std_scale.copy_(1 / pooled.std(0))
+
+
+@torch.no_grad()
+def align(wrapper: Any, scenes: Scenes, words: Mapping[str, list[int]]) -> None:
+    """Set the projection, and the mean and size by which the tower's tokens are standardised.
+
+    words: token ids of each word of `SEEN`."""
+    tower, reader = wrapper.model.vision_tower, wrapper.model.embed_vision
+    is_real = _is_real(scenes)
+    pooled = pictured.pooled_tokens(tower, scenes.pictures)[is_real]
+    tower.std_bias.copy_(pooled.mean(0))
+    tower.std_scale.copy_(1 / pooled.std(0))
+    read = (pooled - tower.std_bias) * tower.std_scale
+    x = reader.embedding_pre_projection_norm(read).double()
+    y = _shown(wrapper, scenes, words)[is_real].double()
+    ridge = 1e-5 * len(x) * torch.eye(x.shape[1], device=x.device, dtype=x.dtype)
+    reader.embedding_projection.weight.copy_(torch.linalg.solve(x.T @ x + ridge, x.T @ y).T)
+
+
+def _shown(wrapper: Any, scenes: Scenes, words: Mapping[str, list[int]]) -> Tensor:
+    """Sums [P, S, D] of the embeddings of words for each token: row and column, and, twice, the
+    colour, kind and number of the shape that it shows."""
+    device, table = scenes.tokens.device, wrapper.model.language_model.embed_tokens
+
+    def centred(group: Sequence[str]) -> Tensor:
+        ids = (torch.tensor(words[word], device=device) for word in group)
+        found = torch.stack([table(each).mean(0) for each in ids])
+        return found - found.mean(0)
+
+    colours, kinds, digits, columns, rows = map(centred, SEEN)
+    column, row = scenes.places.unbind(-1)
+    named = (scenes.classes - 1).clamp(min=0)
+    kind, colour = named // len(colours), named % len(colours)
+    number = scenes.counts.gather(1, kind)
+    shape = colours[colour] + kinds[kind] + digits[number]
+    return columns[column] + rows[row] + 2 * shape * (scenes.classes > 0)[..., None]
+
+
+def _is_real(scenes: Scenes) -> Tensor:
+    """Mask [P, S] of the tokens that are no padding."""
+    at = torch.arange(SLOTS, device=scenes.tokens.device)
+    return at[None] < scenes.pictures.num_tokens[:, None]
 
 
 def _answer_loss(logits: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
@@ -97,10 +142,11 @@ def _answer_loss(logits: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
     return (losses.view_as(targets) * weights).sum(), weights.sum()
 
 
-def train_target(scenes: Scenes, data: Mixture, title: str) -> Any:
-    """The trained wrapper, on the data's device."""
+def train_target(scenes: Scenes, data: Mixture, words: Mapping[str, list[int]], title: str) -> Any:
+    """The trained wrapper, on the data's device; words as in `align`."""
     wrapper: Any = pictured.build().to(data.tokens.device)
     train_tower(wrapper, scenes, title)
+    align(wrapper, scenes.rows(torch.arange(PROBED, device=scenes.tokens.device)), words)
     text = pictured.text_of(wrapper)
 
     def loss_of(batch: Mixture) -> Tensor:
