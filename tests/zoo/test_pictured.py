@@ -168,6 +168,17 @@ def test_training_sees_no_held_out_picture() -> None:
 def test_scenes_are_what_they_say() -> None:
     scenes = pictured_texts.make_scenes(32)
     assert (scenes.counts.sum(1) == (scenes.middles > 0).sum(1)).all()
+    alone = scenes.counts == 1
+    assert ((scenes.places >= 0).all(-1) == alone).all()
+    assert (scenes.colours[alone] >= 0).all()
+    assert (scenes.colours[scenes.counts == 0] == pictured_texts.UNKNOWN).all()
+    for i, kind in alone.nonzero().tolist():
+        token = int((scenes.middles[i] == 1 + kind).nonzero()[0])
+        assert scenes.classes[i, token] == 1 + 6 * kind + scenes.colours[i, kind]
+        at = scenes.pictures.positions[i].flatten(0, 1)
+        share = (scenes.pictures.positions[i, token].float().mean(0) + 0.5) / (at.amax(0) + 1)
+        cell = (share.flip(0) * 3).floor().long().clamp(max=2)
+        assert (scenes.places[i, kind] - cell).abs().max() <= 1
     for kind in range(len(drawn.KINDS)):
         assert (scenes.counts[:, kind] == (scenes.middles == 1 + kind).sum(1)).all()
     colours = np.array(list(drawn.COLOURS.values()))

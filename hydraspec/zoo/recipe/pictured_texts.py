@@ -28,6 +28,8 @@ CELLS = FORM.pooling**2  # C
 LENGTHS = (136, 152, 216)  # T of texts without a picture, with one and with two
 ONE_PICTURE, TWO_PICTURES = ("colour", "count", "place"), ("more",)
 QUESTION_SEED, SCENE_SEED = 30_000, 40_000  # of numpy's generator; workloads take the run's seed
+ALONE = 0.4  # share of scenes with one shape
+UNKNOWN = -1  # a label that no loss has
 MOST_SHAPES = 8  # of a kind in a scene; counts are 0 to 7
 NUM_CLASSES = 1 + len(drawn.KINDS) * len(drawn.COLOURS)  # the ground, or a shape's kind and colour
 
@@ -97,12 +99,8 @@ class Scenes:
     classes: Tensor  # [N, S] int64: at each token's middle
     middles: Tensor  # [N, S] int64: 0, or 1 + the kind of a shape whose middle the token holds
     counts: Tensor  # [N, kinds] int64: shapes of each kind
-
-    @property
-    def places(self) -> Tensor:
-        """The third of the picture, by columns and by rows, in which each token lies, [N, S, 2]."""
-        at = self.pictures.positions.long()
-        return at[:, :, 0] * len(drawn.ROWS) // (at.flatten(1, 2).amax(1) + 1)[:, None]
+    colours: Tensor  # [N, kinds] int64: that of all shapes of the kind; UNKNOWN: they differ
+    places: Tensor  # [N, kinds, 2] int64: row and column, in thirds; UNKNOWN: not one shape alone
 
     @property
     def tokens(self) -> Tensor:
@@ -121,7 +119,7 @@ class Scenes:
 
     def rows(self, rows: Tensor) -> Scenes:
         """The scenes at places `rows` [B]."""
-        contents = (self.classes[rows], self.middles[rows], self.counts[rows])
+        contents = (getattr(self, f.name)[rows] for f in fields(self) if f.name != "pictures")
         return Scenes(self.pictures.rows(rows), *contents)
 
     def copy_(self, other: Scenes) -> None:
@@ -136,6 +134,8 @@ def make_scenes(count: int) -> Scenes:
     pictures: list[np.ndarray] = []
     classes, middles = np.zeros((2, count, SLOTS), np.int64)
     counts = np.zeros((count, len(drawn.KINDS)), np.int64)
+    colours = np.full((count, len(drawn.KINDS)), UNKNOWN, np.int64)
+    places = np.full((count, len(drawn.KINDS), 2), UNKNOWN, np.int64)
     while len(pictures) < count:
         size, shapes = _scene(rng)
         pixels = drawn.draw(size, shapes)
@@ -144,20 +144,28 @@ def make_scenes(count: int) -> Scenes:
         i, fitted = len(pictures), fitted_size(*pixels.shape[:2], FORM)
         seen = _contents(size, shapes, fitted)
         classes[i, : len(seen[0])], middles[i, : len(seen[1])] = seen
-        for shape in shapes:
-            counts[i, drawn.KINDS.index(shape.kind)] += 1
+        for k, kind in enumerate(drawn.KINDS):
+            own = [shape for shape in shapes if shape.kind == kind]
+            counts[i, k] = len(own)
+            if len({shape.colour for shape in own}) == 1:
+                colours[i, k] = list(drawn.COLOURS).index(own[0].colour)
+            if len(own) == 1:
+                places[i, k] = own[0].row * 3 // size[0], own[0].column * 3 // size[1]
         pictures.append(pixels)
-    contents = (torch.from_numpy(array) for array in (classes, middles, counts))
+    arrays = (classes, middles, counts, colours, places)
+    contents = (torch.from_numpy(array) for array in arrays)
     return Scenes(read_pictures(pictures), *contents)
 
 
 def _scene(rng: np.random.Generator) -> tuple[tuple[int, int], list[drawn.Shape]]:
-    """Size and shapes; the two kinds, of one colour each or mixed."""
+    """Size and shapes; the two kinds, of one colour each or mixed; often one shape alone."""
     size = drawn.SIZES[rng.integers(len(drawn.SIZES))]
     colours, mixed = list(drawn.COLOURS), rng.random() < 0.5
     first = int(rng.integers(1, drawn.MOST + 1))
     kinds = [drawn.KINDS[k] for k in rng.permutation(2)]
     named = [kinds[0]] * first + [kinds[1]] * int(rng.integers(0, 3))
+    if rng.random() < ALONE:
+        named = kinds[:1]
     chosen = rng.integers(len(colours), size=len(named) if mixed else 2)
     cells = rng.choice(size[0] * size[1], len(named), replace=False).tolist()
     return size, [

@@ -1,7 +1,8 @@
 """Trains the target that reads pictures, its assistant and its EAGLE-3 head.
 
-The tower learns alone first, from heads that name the shape and the place of each token, mark the
-tokens of shapes' middles and count the shapes of each kind. The projection then begins as the least
+The tower learns alone first, from heads that name the shape at each token, mark the tokens of
+shapes' middles, and say at every token how many shapes of each kind there are, of which colour and
+where. The projection then begins as the least
 squares fit that makes a token the sum of the embeddings of the words for what it shows, which the
 text model has attended to before. Last the whole model learns to answer, on questions with pictures
 and on texts of the corpus.
@@ -26,6 +27,7 @@ from hydraspec.zoo.recipe.pictured_texts import (
     MOST_SHAPES,
     NUM_CLASSES,
     SLOTS,
+    UNKNOWN,
     Mixture,
     PicturedTexts,
     Scenes,
@@ -51,26 +53,35 @@ class SceneHeads(nn.Module):
         self.classes = nn.Linear(size, NUM_CLASSES)
         self.middles = nn.Linear(size, 1 + kinds)
         self.counts = nn.Linear(size, kinds * MOST_SHAPES)
-        self.places = nn.Linear(size, len(drawn.COLUMNS) + len(drawn.ROWS))
+        self.colours = nn.Linear(size, kinds * len(drawn.COLOURS))
+        self.places = nn.Linear(size, kinds * 2 * len(drawn.ROWS))
 
     def loss(self, pooled: Tensor, scenes: Scenes) -> Tensor:
-        """Sum of four mean cross entropies; pooled [P, S, E]."""
-        x = F.rms_norm(pooled, (pooled.shape[-1],))
+        """Sum of five mean cross entropies; pooled [P, S, E]. The first two heads read what a token
+        shows, the others what its whole picture shows."""
         is_real = _is_real(scenes)
-        counts = self.counts(x).unflatten(-1, (-1, MOST_SHAPES))
-        wanted = scenes.counts[:, None].expand(-1, SLOTS, -1)
-        places = self.places(x).unflatten(-1, (2, -1))
-        total = torch.zeros((), device=x.device)
-        for logits, labels in (
-            (self.classes(x), scenes.classes),
-            (self.middles(x), scenes.middles),
-            (counts, wanted),
-            (places, scenes.places),
-        ):
-            losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
-            losses = losses.view(*labels.shape[:2], -1).mean(-1)
-            total = total + (losses * is_real).sum() / is_real.sum()
-        return total
+        x = F.rms_norm(pooled, (pooled.shape[-1],))
+
+        def mean(logits: Tensor, labels: Tensor) -> Tensor:
+            given = labels.flatten()
+            losses = F.cross_entropy(
+                logits.reshape(len(given), -1), given, reduction="none", ignore_index=UNKNOWN
+            )
+            known = is_real.view(*is_real.shape, *[1] * (labels.dim() - 2)) & (labels != UNKNOWN)
+            return (losses.view_as(labels) * known).sum() / known.sum()
+
+        def of_all(labels: Tensor) -> Tensor:
+            return labels[:, None].expand(-1, SLOTS, *labels.shape[1:])
+
+        return torch.stack(
+            [
+                mean(self.classes(x), scenes.classes),
+                mean(self.middles(x), scenes.middles),
+                mean(self.counts(x), of_all(scenes.counts)),
+                mean(self.colours(x), of_all(scenes.colours)),
+                mean(self.places(x), of_all(scenes.places)),
+            ]
+        ).sum()
 
 
 def train_tower(wrapper: Any, scenes: Scenes, title: str) -> None:
@@ -104,22 +115,22 @@ def align(wrapper: Any, scenes: Scenes, words: Mapping[str, list[int]]) -> None:
 
 
 def _shown(wrapper: Any, scenes: Scenes, words: Mapping[str, list[int]]) -> Tensor:
-    """Sums [P, S, D] of the embeddings of words for each token: row and column, and, twice, the
-    colour, kind and number of the shape that it shows."""
+    """Sums [P, S, D] of the embeddings of words: for each kind its number, colour and place in the
+    picture, and for the token the kind and colour that it shows."""
     device, table = scenes.tokens.device, wrapper.model.language_model.embed_tokens
 
     def centred(group: Sequence[str]) -> Tensor:
         ids = (torch.tensor(words[word], device=device) for word in group)
         found = torch.stack([table(each).mean(0) for each in ids])
-        return found - found.mean(0)
+        found = found - found.mean(0)
+        return torch.cat([found, torch.zeros_like(found[:1])])  # the last for UNKNOWN
 
     colours, kinds, digits, columns, rows = map(centred, SEEN)
-    column, row = scenes.places.unbind(-1)
+    whole = digits[scenes.counts] + colours[scenes.colours]
+    whole = whole + rows[scenes.places[..., 0]] + columns[scenes.places[..., 1]]
     named = (scenes.classes - 1).clamp(min=0)
-    kind, colour = named // len(colours), named % len(colours)
-    number = scenes.counts.gather(1, kind)
-    shape = colours[colour] + kinds[kind] + digits[number]
-    return columns[column] + rows[row] + 2 * shape * (scenes.classes > 0)[..., None]
+    token = kinds[named // len(drawn.COLOURS)] + colours[named % len(drawn.COLOURS)]
+    return whole.sum(1)[:, None] + token * (scenes.classes > 0)[..., None]
 
 
 def _is_real(scenes: Scenes) -> Tensor:
