@@ -18,6 +18,7 @@ from hydraspec.zoo.recipe import draft_files, modeling, pictured, pictured_texts
 from hydraspec.zoo.recipe.pictured_recipes import (
     EAGLE3,
     NAME,
+    NUM_DRAFTER_TEXTS,
     NUM_SCENES,
     NUM_TEXTS,
     PARTS,
@@ -52,7 +53,7 @@ def make_drafters(out: Path, device: torch.device) -> None:
     """Write the folders of the assistant and the head, for a target that has been made."""
     folder, draft = out / NAME, out / f"{NAME}-assistant"
     wrapper = pictured.load(folder, device)
-    texts = pictured_texts.make_mixture(folder, NUM_TEXTS // 4, DRAFTER_DATA_SEED, PARTS)
+    texts = pictured_texts.make_mixture(folder, NUM_DRAFTER_TEXTS, DRAFTER_DATA_SEED, PARTS)
     data = texts.to(device)
     assistant = train_pictured.train_assistant_of(wrapper, data, draft.name)
     modeling.save_checkpoint(assistant, draft, STOP_TOKENS)

@@ -59,15 +59,15 @@ TEXT: dict[str, Any] = {
     "use_bidirectional_attention": "vision",
 }
 # The tower alone, with heads that name and count the shapes of a picture.
-TOWER = Training(steps=600, learning_rate=3e-3, weight_decay=0.01, batch_size=64, seed=6)
+TOWER = Training(steps=1200, learning_rate=3e-3, weight_decay=0.01, batch_size=32, seed=6)
 # Tower and text model together; a step has the numbers of texts of `PARTS`.
 TARGET = TargetRecipe(
-    shape=TEXT, start=START, steps=1400, batch_size=16, learning_rate=1.5e-3, weight_decay=0.01
+    shape=TEXT, start=START, steps=500, batch_size=14, learning_rate=6e-4, weight_decay=0.01
 )
-NUM_SCENES, NUM_TEXTS = 12_000, 16_000
-PARTS = (4, 8, 4)  # of 16 texts of a step: without a picture, with one, with two
+NUM_SCENES, NUM_TEXTS, NUM_DRAFTER_TEXTS = 12_000, 14_000, 4_000
+PARTS = (4, 8, 2)  # of 14 texts of a step: without a picture, with one, with two
 ASSISTANT = AssistantRecipe(
-    teacher=START, steps=60, batch_size=16, learning_rate=1e-3, weight_decay=0.01
+    teacher=START, steps=60, batch_size=14, learning_rate=1e-3, weight_decay=0.01
 )
 EAGLE3 = DraftRecipe(
     kind="eagle3",
@@ -77,8 +77,8 @@ EAGLE3 = DraftRecipe(
     draft_vocab_size=512,
     norm_before_fc=True,
     supports_mm_inputs=True,
-    batch_size=16,
-    steps=400,
+    batch_size=14,
+    steps=250,
 )
 
 
