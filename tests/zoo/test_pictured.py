@@ -38,7 +38,7 @@ from hydraspec.zoo.recipe.recipes import CHECKPOINTS
 
 FOLDERS = [CHECKPOINTS / f"{NAME}{suffix}" for suffix in ("", "-assistant", "-eagle3")]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # sums of float32 products in another order
-LEAST_RIGHT = {"colour": 0.9, "count": 0.7, "more": 0.8, "place": 0.9}  # by chance 1/6 1/5 1/2 1/9
+LEAST_RIGHT = {"colour": 0.95, "count": 0.8, "more": 0.9, "place": 0.6}  # by chance 1/6 1/5 1/2 1/9
 
 
 @cache

@@ -272,6 +272,30 @@ def questions(seed: int, *, held_out: bool) -> Iterator[drawn.Question]:
             yield asked
 
 
+def places_among_others(count: int, seed: int) -> list[drawn.Question]:
+    """`count` questions of category place on pictures with shapes of the other kind beside: the
+    workload's own have few pictures, and are learned by heart."""
+    rng = np.random.default_rng([QUESTION_SEED, seed])
+    found: list[drawn.Question] = []
+    number = 0
+    while len(found) < count:
+        number += 1
+        asked = drawn.question(QUESTION_SEED + seed, 4 * number + 2)  # of category place
+        kind = next(kind for kind in drawn.KINDS if kind in asked.text)
+        other = next(each for each in drawn.KINDS if each != kind)
+        cells = rng.permutation(9)[: 1 + int(rng.integers(1, 5))].tolist()
+        colours = rng.choice(list(drawn.COLOURS), len(cells)).tolist()
+        shapes = [
+            drawn.Shape(other if i else kind, colour, *divmod(cell, 3))
+            for i, (cell, colour) in enumerate(zip(cells, colours, strict=True))
+        ]
+        pixels = drawn.draw((3, 3), shapes)
+        answer = f"{drawn.ROWS[shapes[0].row]} {drawn.COLUMNS[shapes[0].column]}"
+        if not is_held_out(pixels):
+            found.append(replace(asked, pictures=[pixels], answer=answer))
+    return found
+
+
 def render(tokens: PreTrainedTokenizerFast, asked: drawn.Question) -> tuple[list[int], list[int]]:
     """Token ids of the prompt, with placeholders in place, and of the response."""
     ids = tokens(f"{BOS}{TURN_START}user\n", add_special_tokens=False)["input_ids"]
@@ -330,6 +354,9 @@ def make_mixture(folder: Path, count: int, seed: int, shares: tuple[int, ...]) -
         [asked for category in group for asked in found[category]]
         for group in (ONE_PICTURE, TWO_PICTURES)
     )
+    half = len(found["place"]) // 2
+    one = [asked for asked in one if asked.category != "place"] + found["place"][half:]
+    one += places_among_others(2 * half, seed)
     plain = generate_sequences(folder, counts[0], seed)
     parts = (
         without_pictures(plain),
