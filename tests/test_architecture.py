@@ -64,7 +64,7 @@ MAY_IMPORT = {
         *("lab.environment", "lab.folder", "lab.rounds", "workloads", "signals"),
     },
     "analysis.replay": {"config", "metrics", "study"},
-    "zoo": {"types", "config", "models"},
+    "zoo": {"types", "config", "models", "workloads"},
     "cli": {
         *("signals", "config", "lab", "bench", "study", "metrics.run_files", "workloads"),
         *("analysis.doctor", "analysis.predict", "analysis.replay"),

@@ -40,7 +40,10 @@ class Cell:
     tests: tuple[str, ...] = ()
 
 
-GEMMA = ("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified")
+GEMMA = (
+    *("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"),
+    "tiny_gemma4_images",
+)
 OTHERS = ("tiny_deepseek", "tiny_ministral3", "tiny_mistral", "tiny_qwen3")
 QUANTISED = (
     *("tiny_deepseek_fp8", "tiny_gemma4_fp8", "tiny_gemma4_moe_fp8", "tiny_gemma4_w4a16"),

@@ -123,7 +123,7 @@ def outputs(completions: dict[int, Completion]) -> dict[int, tuple[list[int], st
     "target",
     [
         *("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"),
-        *("tiny_qwen3", "tiny_mistral"),
+        *("tiny_gemma4_images", "tiny_qwen3", "tiny_mistral"),
     ],
 )
 def test_plain_tokens_equal_the_native_engines(target: str) -> None:
@@ -135,7 +135,11 @@ def test_plain_tokens_equal_the_native_engines(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"]
+    "target",
+    [
+        *("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"),
+        "tiny_gemma4_images",
+    ],
 )
 def test_assisted_tokens_equal_the_native_engines(target: str) -> None:
     _, expected = decode(NativeEngine(zoo_config(target)), requests_of(3))

@@ -21,6 +21,7 @@ TARGETS = (
     "tiny_gemma4_e",
     "tiny_gemma4_moe",
     "tiny_gemma4_unified",
+    "tiny_gemma4_images",
     "tiny_mistral",
     "tiny_ministral3",
     "tiny_qwen3",

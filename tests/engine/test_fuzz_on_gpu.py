@@ -22,7 +22,7 @@ from hydraspec.engine.native import NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
-NUM_SHARDS, SHARD = 17, 10  # 170 configurations; a shard has one pair, so its kernels compile once
+NUM_SHARDS, SHARD = 19, 10  # 190 configurations; a shard has one pair, so its kernels compile once
 IN_COMPANY = [
     pair
     for pair in ZOO_PAIRS

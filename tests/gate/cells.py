@@ -15,7 +15,14 @@ from typing import Any
 
 import comparison
 import processes
-from matrix import Cell, covered_cells, pairs, rounded_kv_cells, typed_cells
+from matrix import (
+    Cell,
+    covered_cells,
+    pairs,
+    pictured_cells,
+    rounded_kv_cells,
+    typed_cells,
+)
 from setting import NOT_RUN, PartResult, Result, Setting
 
 TYPED_LIMIT_S = 120.0
@@ -40,7 +47,8 @@ def run(setting: Setting) -> PartResult:
     """All cells, the device's and the CPU's at the same time."""
     started = time.monotonic()
     found = pairs(setting.tree)
-    cells = [*typed_cells(found), *rounded_kv_cells(), *covered_cells(found)]
+    more = [*rounded_kv_cells(), *pictured_cells(found)]
+    cells = [*typed_cells(found), *more, *covered_cells(found)]
     names = setting.chosen(cell.name for cell in cells)
     chosen = [cell for cell in cells if cell.name in names]
     mirrored = list({cell.twin: cell.mirrored for cell in chosen}.values())

@@ -77,6 +77,8 @@ def pairs(tree: Path) -> list[tuple[str, str]]:
 # and each costs a cell for every way of sampling.
 ONLY_TYPED = {
     ("tiny_gemma4_unified", "gemma4_mtp"),
+    ("tiny_gemma4_images", "gemma4_mtp"),
+    ("tiny_gemma4_images", "eagle3"),
     ("tiny_ministral3", "eagle"),
     ("tiny_gemma4", "dspark"),
     ("tiny_qwen3", "dflash"),
@@ -137,6 +139,34 @@ def rounded_kv_cells() -> list[Cell]:
             dtype="bfloat16",
         )
         for target, method, graphs, rows in wanted
+    ]
+
+
+PICTURED = "tiny_gemma4_images"
+
+
+def pictured_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
+    """Runs of workload=images with each drafter of the target that reads pictures. 104 rows hold
+    a picture and cut prompts of two."""
+    return [
+        Cell(
+            name=f"images-{method}-{graphs}-{dtype}",
+            overrides=(
+                f"target={target}",
+                f"method={method}",
+                "workload=images",
+                f"target.dtype={dtype}",
+                f"cudagraph={graphs}",
+                f"engine.max_num_batched_tokens={rows}",
+            ),
+            dtype=dtype,
+        )
+        for dtype, graphs, rows in (
+            ("float32", "full_and_piecewise", "104"),
+            ("bfloat16", "full", "2048"),
+        )
+        for target, method in found
+        if target == PICTURED
     ]
 
 

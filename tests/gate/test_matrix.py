@@ -13,6 +13,7 @@ from matrix import (
     factors,
     is_quantised,
     pairs,
+    pictured_cells,
     rounded_kv_cells,
     typed_cells,
 )
@@ -28,7 +29,7 @@ COVERED = covered_cells(PAIRS)
 def test_every_pair_of_the_zoo_is_typed_in_both_dtypes_unless_rows_are_rounded():
     rounded = [pair for pair in PAIRS if ROUNDED in pair[0]]
     quantised = [pair for pair in PAIRS if is_quantised(pair[0])]
-    assert (len(PAIRS), len(quantised), len(rounded)) == (33, 14, 11)
+    assert (len(PAIRS), len(quantised), len(rounded)) == (35, 14, 11)
     cells = typed_cells(PAIRS)
     assert len({cell.name for cell in cells}) == 2 * len(PAIRS) - len(rounded)
     mirrored = {cell.twin: cell.mirrored.overrides for cell in cells}
@@ -75,6 +76,17 @@ def test_cells_over_an_fp8_cache_have_twins_over_one():
     for cell in cells:
         (config,) = [job.config for job in plan([*cell.mirrored.overrides, "tracker=none"]).jobs]
         assert (config.engine.kv_cache.dtype.value, config.target.dtype.value) == ("fp8", "float32")
+
+
+def test_each_drafter_of_the_target_that_reads_pictures_is_given_some():
+    cells = pictured_cells(PAIRS)
+    assert {cell.overrides[1] for cell in cells} == {"method=eagle3", "method=gemma4_mtp"}
+    assert len({cell.name for cell in cells}) == len(cells) == 4
+    for cell in cells:
+        (config,) = [job.config for job in plan([*cell.mirrored.overrides, "tracker=none"]).jobs]
+        assert (config.workload.name, config.target.dtype.value) == ("images", "float32")
+    chunked = [cell for cell in cells if "engine.max_num_batched_tokens=104" in cell.overrides]
+    assert len(chunked) == 2
 
 
 @pytest.mark.parametrize("index", [0, 20, 40])

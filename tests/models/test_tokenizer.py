@@ -47,7 +47,8 @@ def test_another_template_leaves_the_tokenizer_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny_gemma4", "tiny_gemma4_unified", "tiny_deepseek", "tiny_qwen3"]
+    "name",
+    ["tiny_gemma4", "tiny_gemma4_unified", "tiny_gemma4_images", "tiny_deepseek", "tiny_qwen3"],
 )
 def test_folders_saved_by_transformers_are_read_as_auto_tokenizer_reads_them(name: str) -> None:
     """They are read without AutoTokenizer, whose import takes longer than all others."""

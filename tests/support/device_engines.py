@@ -27,6 +27,10 @@ ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
     "gemma4_mtp on unified": (
         *("gemma4_mtp", ("tiny_gemma4_unified", "tiny_gemma4_unified-assistant")),
     ),
+    "gemma4_mtp on images": (
+        *("gemma4_mtp", ("tiny_gemma4_images", "tiny_gemma4_images-assistant")),
+    ),
+    "eagle3 on images": ("eagle3", ("tiny_gemma4_images", "tiny_gemma4_images-eagle3")),
 }
 
 

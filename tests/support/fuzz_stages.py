@@ -85,6 +85,8 @@ ZOO_PAIRS = (
     Pair("tiny_gemma4", "dflash", "zoo:tiny_gemma4-dflash"),
     Pair("tiny_gemma4", "dspark", "zoo:tiny_gemma4-dspark"),
     Pair("tiny_qwen3", "dflash2", "zoo:tiny_qwen3-dflash2"),
+    Pair("tiny_gemma4_images", "gemma4_mtp", "zoo:tiny_gemma4_images-assistant"),
+    Pair("tiny_gemma4_images", "eagle3", "zoo:tiny_gemma4_images-eagle3"),
 )
 QUANTISED_PAIRS = (
     Pair("tiny_gemma4_fp8", "gemma4_mtp", "zoo:tiny_gemma4-assistant"),

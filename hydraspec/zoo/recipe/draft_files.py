@@ -148,6 +148,8 @@ def _speculators_config(
     }
     if shape.mask_token_id is not None:
         config["mask_token_id"] = MASK_TOKEN_ID
+    if recipe.supports_mm_inputs:
+        config["supports_mm_inputs"] = True
     return config
 
 

@@ -29,6 +29,7 @@ from hydraspec.zoo.recipe import (
     draft_files,
     editing,
     evaluate,
+    make_pictured,
     modeling,
     quantise,
     recipes,
@@ -190,6 +191,15 @@ def make_twin(args: argparse.Namespace) -> None:
     write_twin(args.twin, args.out / args.twin)
 
 
+def make_pictures(args: argparse.Namespace) -> None:
+    """Make the target that reads pictures and its drafters, or these alone."""
+    device = torch.device(args.device)
+    if args.drafters_only:
+        make_pictured.make_drafters(args.out, device)
+    else:
+        console.print_json(json.dumps(make_pictured.make(args.out, device)))
+
+
 COMMANDS = {
     "corpus": make_corpus,
     "tokenizer": make_tokenizer,
@@ -199,6 +209,7 @@ COMMANDS = {
     "evaluate": make_evaluation,
     "input-scales": make_input_scales,
     "twin": make_twin,
+    "pictures": make_pictures,
 }
 
 
@@ -212,6 +223,7 @@ def _parse() -> argparse.Namespace:
         help="only this one",
     )
     parser.add_argument("--twin", choices=TWINS, help="the folder that the command twin writes")
+    parser.add_argument("--drafters-only", action="store_true", help="pictures: no target")
     parser.add_argument("--out", type=Path, default=recipes.CHECKPOINTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-seconds", type=float, help="shorten a target's training to this")

@@ -46,7 +46,7 @@ CLASSES: dict[str, type[PreTrainedModel]] = {
     "deepseek_v3": DeepseekV3ForCausalLM,
 }
 ROUTER_BIAS = "e_score_correction_bias"
-_GENERIC = (  # keys that only a generic config class adds
+GENERIC = (  # keys that only a generic config class adds
     *("_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
     *("is_encoder_decoder", "return_dict", "output_attentions", "output_hidden_states"),
 )
@@ -134,9 +134,15 @@ def target_masks(model: PreTrainedModel, length: int) -> Masks:
 
 
 def run_target(
-    model: PreTrainedModel, tokens: Tensor, masks: Masks, aux_layer_ids: Sequence[int] = ()
+    model: PreTrainedModel,
+    tokens: Tensor,
+    masks: Masks,
+    aux_layer_ids: Sequence[int] = (),
+    *,
+    embedded: Tensor | None = None,
 ) -> TargetOutput:
-    """Outputs of an uncached forward pass over tokens [B, T].
+    """Outputs of an uncached forward pass over tokens [B, T]; a Gemma 4 model reads `embedded`
+    [B, T, D] in place of their embeddings if it is given.
 
     Aux id i names the residual stream after i layers; it is below the number of layers.
     """
@@ -145,7 +151,8 @@ def run_target(
         return TargetOutput(hidden, logits, {}, aux)
     kv: SharedKV = {}
     output = model.model(
-        input_ids=tokens,
+        input_ids=tokens if embedded is None else None,
+        inputs_embeds=embedded,
         attention_mask=masks,
         use_cache=False,
         shared_kv_states=kv,
@@ -206,10 +213,10 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]
         write_tensors(folder, load_file(folder / "model.safetensors") | biases)
         config = _plain_layout(config)
     elif "text_config" in config:
-        config["text_config"] = _gemma4_layout(config["text_config"])
+        config["text_config"] = gemma4_layout(config["text_config"])
         config["text_config"]["eos_token_id"] = stop_tokens
     else:
-        config = _gemma4_layout(config)
+        config = gemma4_layout(config)
     (folder / "model.safetensors").chmod(0o644)
     config["eos_token_id"] = stop_tokens
     if config["model_type"] in CLASSES:
@@ -217,13 +224,13 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, stop_tokens: list[int]
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
+def gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
     """Text config in the layout of the released checkpoints.
 
     transformers saves full layers' head size and KV heads as `per_layer_config`; released files
     have `global_head_dim` and `num_global_key_value_heads`.
     """
-    found = {key: value for key, value in config.items() if key not in _GENERIC}
+    found = {key: value for key, value in config.items() if key not in GENERIC}
     overrides = list(found.pop("per_layer_config").values())
     found["global_head_dim"] = overrides[0]["head_dim"]
     found["num_global_key_value_heads"] = overrides[0].get("num_key_value_heads")
@@ -232,7 +239,7 @@ def _gemma4_layout(config: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_layout(config: dict[str, Any]) -> dict[str, Any]:
     """A plain target's config in the released layout, with the rotary base as `rope_theta`."""
-    found = {key: value for key, value in config.items() if key not in (*_GENERIC, *_COMPUTED)}
+    found = {key: value for key, value in config.items() if key not in (*GENERIC, *_COMPUTED)}
     found |= {"rope_theta": found.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
     if found["model_type"] == "deepseek_v3":
         del found["head_dim"]

@@ -119,6 +119,7 @@ class DraftRecipe(Training):
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    supports_mm_inputs: bool = False  # rows before those of images read the merged embedding
     batch_size: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 0.01

@@ -26,6 +26,7 @@ from hydraspec.zoo.recipe.assistant_recipes import AssistantRecipe
 from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.modeling import (
     Assistant,
+    TargetOutput,
     causal_masks,
     draft_masks,
     initialise,
@@ -76,8 +77,23 @@ def unrolled_loss(
     with torch.no_grad():
         output = run_target(target, batch.tokens, causal_masks(length, window, batch.tokens.device))
         embedded = target.model.embed_tokens(batch.tokens)
+    return drafting_loss(recipe, assistant, batch, output, embedded, DRAFT_ROWS, window)
+
+
+def drafting_loss(
+    recipe: AssistantRecipe,
+    assistant: Assistant,
+    batch: Sequences,
+    output: TargetOutput,
+    embedded: Tensor,
+    num_rows: int,
+    window: int,
+) -> Tensor:
+    """The same from the target's output and its embeddings [B, T, D], for `num_rows` draft rows of
+    each text."""
+    length = batch.tokens.shape[1]
     first = batch.prompt_length[:, None].long() - 1
-    offsets = torch.arange(DRAFT_ROWS, device=batch.tokens.device)[None]
+    offsets = torch.arange(num_rows, device=batch.tokens.device)[None]
     rows = (first + offsets).clamp(max=length - 1)
     masks = draft_masks(rows, length, window)
     hidden = gather_rows(output.hidden, rows)

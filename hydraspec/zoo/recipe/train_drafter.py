@@ -34,6 +34,7 @@ from hydraspec.zoo.recipe.modeling import (
     target_masks,
 )
 from hydraspec.zoo.recipe.recipes import DraftRecipe
+from hydraspec.zoo.recipe.tokenizer import VOCAB_SIZE
 from hydraspec.zoo.recipe.training import train
 
 MASK_TOKEN_ID = 0  # <pad>: no text holds it
@@ -83,11 +84,13 @@ def keep_states(
     return KeptStates(torch.cat(hidden), torch.cat(aux))
 
 
-def most_frequent_tokens(data: Sequences, count: int) -> Tensor:
+def most_frequent_tokens(data: Sequences, count: int, *more: Sequences) -> Tensor:
     """The `count` tokens that responses hold most often, in ascending order."""
-    place = torch.arange(data.tokens.shape[1], device=data.tokens.device)[None]
-    inside = (place >= data.prompt_length[:, None]) & (place < data.length[:, None])
-    counts = torch.bincount(data.tokens[inside].long())
+    counts = torch.zeros(VOCAB_SIZE, dtype=torch.long, device=data.tokens.device)
+    for part in (data, *more):
+        place = torch.arange(part.tokens.shape[1], device=part.tokens.device)[None]
+        inside = (place >= part.prompt_length[:, None]) & (place < part.length[:, None])
+        counts += torch.bincount(part.tokens[inside].long(), minlength=VOCAB_SIZE)
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 

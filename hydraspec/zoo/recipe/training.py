@@ -6,18 +6,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol, Self, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from hydraspec.zoo.recipe.batches import Sequences
 from hydraspec.zoo.recipe.recipes import Training
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY = 50
-Loss = Callable[[Sequences], Tensor]
+
+
+class Data(Protocol):
+    """Examples of which batches are drawn."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """A tensor on the data's device."""
+
+    def sample(self, batch_size: int, generator: torch.Generator, /) -> Self:
+        """A batch drawn with replacement."""
+
+    def copy_(self, other: Self, /) -> None:
+        """Overwrite the tensors in place, as a captured CUDA graph needs."""
+
+
+D = TypeVar("D", bound=Data)
 
 
 def make_optimiser(model: nn.Module, training: Training, device: torch.device) -> torch.optim.AdamW:
@@ -35,7 +51,7 @@ def make_optimiser(model: nn.Module, training: Training, device: torch.device) -
 
 
 def _make_step(
-    model: nn.Module, loss_of: Loss, optimiser: torch.optim.AdamW, static: Sequences
+    model: nn.Module, loss_of: Callable[[D], Tensor], optimiser: torch.optim.AdamW, static: D
 ) -> Callable[[], Tensor]:
     """A training step over the static batch, which returns the loss; on a GPU, one CUDA graph."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
@@ -73,8 +89,8 @@ def _make_step(
 
 def train(
     model: nn.Module,
-    loss_of: Loss,
-    data: Sequences,
+    loss_of: Callable[[D], Tensor],
+    data: D,
     training: Training,
     title: str,
     *,
