@@ -244,9 +244,10 @@ class NativeEngine(Engine):
         """Capture graphs for the sampling that these requests need together; if K is chosen by
         costs that are not known, measure them. All ranks use the costs that rank 0 measured."""
         lengths = self._scheduler.draft_lengths
-        all_greedy, flags = flags_of(request.sampling for request in requests)
-        if (all_greedy, flags) != GREEDY_VARIANT:
-            self.parts.runner.capture_variant(all_greedy, flags)
+        every = [request.sampling for request in requests]
+        for group in (every, [sampling for sampling in every if sampling.temperature == 0]):
+            if (variant := flags_of(group)) != GREEDY_VARIANT:
+                self.parts.runner.capture_variant(*variant)
         if lengths is None or lengths.costs is not None:
             return
         found = measure_costs(

@@ -96,8 +96,10 @@ def test_graphs_and_steps_ahead_change_nothing(method: str, mode: str, ahead: bo
     asked = requests()
     engine.tokenize(asked)
     engine.prepare(asked)
+    before = engine.num_built()
     found, _ = outputs(engine, asked)
     assert found == plain(method)
+    assert engine.num_built() == before
     if engine.parts.runner.graphs is not None:
         variants = {each.variant for each in engine.parts.runner.graphs.manager.descriptors}
         assert any(greedy and flags.any_penalties for greedy, flags in variants)  # type: ignore[misc]
