@@ -13,7 +13,7 @@ from recorded_graphs import RecordedOps
 from hydraspec.config.options import DSparkOptions
 from hydraspec.types import Completion, RequestStep, StepRecord
 
-LEAST = 0.4
+LEAST = 0.9
 MODES = ("none", "full", "full_and_piecewise", "full_decode_only", "piecewise")
 # Tokens by request, and of each of its verifications (by tokens before it) drafts and estimates.
 Found = tuple[dict[int, list[int]], dict[tuple[int, int], tuple[list[int], list[float]]]]
@@ -25,11 +25,11 @@ def _static_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode(mode: str, ahead: bool, least: float | None) -> tuple[Found, set[int]]:
-    """The results of six requests, and the numbers of rows of their decode steps."""
+    """The results of two requests, and the numbers of rows of their decode steps."""
     config = graph_config("dspark", mode, options=DSparkOptions(min_survival=least))
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
-    requests = zoo_requests(6)
+    requests = zoo_requests(2)
     engine.tokenize(requests)
     outputs, parts = {}, list[RequestStep]()
     for event in engine.run(requests, concurrency=None):
@@ -57,7 +57,7 @@ def test_fewer_drafts_and_the_same_tokens() -> None:
     (tokens, verified), rows = plain(LEAST)
     assert tokens == plain(None)[0][0]
     assert len({len(drafts) for drafts, _ in verified.values()}) > 2
-    assert len(rows) > 2
+    assert len(rows) > 1, "steps have as many rows as drafts are worth"
 
 
 @pytest.mark.parametrize(
