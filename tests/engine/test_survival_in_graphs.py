@@ -25,11 +25,11 @@ def _static_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode(mode: str, ahead: bool, least: float | None) -> tuple[Found, set[int]]:
-    """The results of two requests, and the numbers of rows of their decode steps."""
+    """The results of six requests, and the numbers of rows of their decode steps."""
     config = graph_config("dspark", mode, options=DSparkOptions(min_survival=least))
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
-    requests = zoo_requests(2)
+    requests = zoo_requests(6)
     engine.tokenize(requests)
     outputs, parts = {}, list[RequestStep]()
     for event in engine.run(requests, concurrency=None):
