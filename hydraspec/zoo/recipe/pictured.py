@@ -177,6 +177,7 @@ def save_target(wrapper: Any, folder: Path, stop_tokens: list[int]) -> None:
     (folder / "model.safetensors").chmod(0o644)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] = gemma4_layout(config["text_config"])
+    config["text_config"].pop("dtype", None)
     vision = config["vision_config"]
     config["vision_config"] = {k: v for k, v in vision.items() if k not in (*GENERIC, "dtype")}
     config["eos_token_id"] = config["text_config"]["eos_token_id"] = stop_tokens
