@@ -62,7 +62,7 @@ TEXT: dict[str, Any] = {
 TOWER = Training(steps=1200, learning_rate=3e-3, weight_decay=0.01, batch_size=32, seed=6)
 # Tower and text model together; a step has the numbers of texts of `PARTS`.
 TARGET = TargetRecipe(
-    shape=TEXT, start=START, steps=500, batch_size=14, learning_rate=6e-4, weight_decay=0.01
+    shape=TEXT, start=START, steps=800, batch_size=14, learning_rate=6e-4, weight_decay=0.01
 )
 NUM_SCENES, NUM_TEXTS, NUM_DRAFTER_TEXTS = 12_000, 14_000, 4_000
 PARTS = (4, 8, 2)  # of 14 texts of a step: without a picture, with one, with two
@@ -78,7 +78,7 @@ EAGLE3 = DraftRecipe(
     norm_before_fc=True,
     supports_mm_inputs=True,
     batch_size=14,
-    steps=250,
+    steps=360,
 )
 
 
