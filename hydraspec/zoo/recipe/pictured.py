@@ -21,9 +21,7 @@ from transformers import (
 )
 
 from hydraspec.zoo.recipe.modeling import (
-    FULL,
     GENERIC,
-    SLIDING,
     Masks,
     TargetOutput,
     gemma4_layout,
@@ -42,7 +40,7 @@ from hydraspec.zoo.recipe.pictured_recipes import (
     wrapper_config,
 )
 from hydraspec.zoo.recipe.pictured_texts import SLOTS, PicturedTexts, Pictures
-from hydraspec.zoo.recipe.recipes import CHECKPOINTS
+from hydraspec.zoo.recipe.recipes import CHECKPOINTS, FULL, SLIDING
 from hydraspec.zoo.recipe.tokenizer import CHAT_TEMPLATE
 
 BYTES = {"õ": BEGIN_ID, "ö": IMAGE_ID, "÷": END_ID}  # as the byte alphabet writes 0xF5 to 0xF7
@@ -97,7 +95,8 @@ def pooled_tokens(tower: Any, pictures: Pictures) -> Tensor:
     for layer in tower.encoder.layers:
         h = layer(h, attention_mask=mask, position_embeddings=rope, position_ids=positions)
     pooled = h.unflatten(1, (SLOTS, -1)).float().mean(2)
-    return pooled * tower.config.hidden_size**0.5
+    scaled: Tensor = pooled * tower.config.hidden_size**0.5
+    return scaled
 
 
 def picture_rows(wrapper: Any, pictures: Pictures) -> Tensor:
@@ -110,7 +109,7 @@ def picture_rows(wrapper: Any, pictures: Pictures) -> Tensor:
 
 def embed(wrapper: Any, batch: PicturedTexts) -> Tensor:
     """Embeddings [B, T, D] of texts, with the pictures' rows in place of placeholders."""
-    x = wrapper.model.language_model.embed_tokens(batch.tokens)
+    x: Tensor = wrapper.model.language_model.embed_tokens(batch.tokens)
     if not len(batch.pictures):
         return x
     rows = picture_rows(wrapper, batch.pictures).flatten(0, 1)[batch.places.clamp(min=0)]

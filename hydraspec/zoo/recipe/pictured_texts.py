@@ -141,7 +141,7 @@ def make_scenes(count: int) -> Scenes:
         pixels = drawn.draw(size, shapes)
         if is_held_out(pixels):
             continue
-        i, fitted = len(pictures), fitted_size(*pixels.shape[:2], FORM)
+        i, fitted = len(pictures), fitted_size(pixels.shape[0], pixels.shape[1], FORM)
         seen = _contents(size, shapes, fitted)
         classes[i, : len(seen[0])], middles[i, : len(seen[1])] = seen
         for k, kind in enumerate(drawn.KINDS):
@@ -230,7 +230,7 @@ class PicturedTexts(Sequences):
         self.pictures.copy_(other.pictures)
 
 
-def _fields(data: Sequences) -> tuple[Tensor, ...]:
+def _fields(data: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return data.tokens, data.prompt_length, data.length, data.index
 
 
@@ -300,7 +300,7 @@ def render(tokens: PreTrainedTokenizerFast, asked: drawn.Question) -> tuple[list
     """Token ids of the prompt, with placeholders in place, and of the response."""
     ids = tokens(f"{BOS}{TURN_START}user\n", add_special_tokens=False)["input_ids"]
     for pixels in asked.pictures:
-        rows, columns = fitted_size(*pixels.shape[:2], FORM)
+        rows, columns = fitted_size(pixels.shape[0], pixels.shape[1], FORM)
         ids = [*ids, BEGIN_ID, *[IMAGE_ID] * (rows * columns), END_ID]
     rest = f"{asked.text}{TURN_END}\n{TURN_START}model\n"
     ids += tokens(rest, add_special_tokens=False)["input_ids"]
@@ -326,9 +326,14 @@ def make_texts(
             inner = np.arange(last - first - 1)
             places[i, first + 1 : last] = picture * SLOTS + inner
     pictures = read_pictures([pixels for one in asked for pixels in one.pictures])
-    arrays = (torch.from_numpy(array) for array in (ids, *ends))
-    index = torch.arange(len(asked))
-    return PicturedTexts(*arrays, index, torch.from_numpy(places), pictures)
+    return PicturedTexts(
+        torch.from_numpy(ids),
+        torch.from_numpy(ends[0]),
+        torch.from_numpy(ends[1]),
+        torch.arange(len(asked)),
+        torch.from_numpy(places),
+        pictures,
+    )
 
 
 def without_pictures(data: Sequences) -> PicturedTexts:
