@@ -36,6 +36,7 @@ from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
 from hydraspec.parameters import SamplingParams as SamplingParams
+from hydraspec.parameters import Structured as Structured
 from hydraspec.parameters import TokenLogprob as TokenLogprob
 from hydraspec.pictures import Picture as Picture
 from hydraspec.prompts import IMAGE as IMAGE
@@ -73,6 +74,7 @@ class Request:
     after: int | None = None  # index of the previous turn, whose answer is waited for
     turn: int = 1  # number of the turn in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
+    may_reason: bool = False  # set by `Engine.tokenize`: a grammar leaves out a reasoning section
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
     pictures: tuple[Picture, ...] = ()  # of the image parts of messages; become spans and images
     error: str | None = None  # why it cannot be served; engines end it with this error
@@ -242,6 +244,14 @@ class ScoredRows:
     token_ids: np.ndarray  # [R] int64, the prompts' own next tokens
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TokenMasks:
+    """Tokens that grammars allow in a step, as SlotRules.masks has them."""
+
+    rows: np.ndarray  # [R] int64: slot * (K+1) + drafts before the token
+    words: np.ndarray  # [R, ceil(V / 32)] int32
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """The scheduler's decision, as plain numbers. Requests are ordered so that segments are
@@ -260,6 +270,7 @@ class StepPlan:
     continuations: Continuations | None = None  # drafts to verify, where the host proposes any
     images: tuple[ImageRows, ...] = ()  # rows of images
     next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
+    masks: TokenMasks | None = None  # of the requests with a grammar that sample
     scored: ScoredRows | None = None  # such a step runs eagerly, and every row through every layer
 
     @property

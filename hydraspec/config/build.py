@@ -245,10 +245,12 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 def _convert(kind: Any, value: object, key: str) -> Any:
     declared = kind
+    if kind is Any:
+        return value
     if isinstance(kind, types.UnionType):
         first, *others = kind.__args__
-        if value is None and type(None) in others:
-            return None
+        if type(value) in others:  # None, or text in place of a mapping
+            return value
         for other in others:
             if issubclass(other, Enum) and value in [each.value for each in other]:
                 return other(value)

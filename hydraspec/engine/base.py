@@ -49,6 +49,7 @@ class EngineInfo:
     # Of the target by kind, its "kv_cache" too if that is not in dtype; None: all is float.
     quantization: Mapping[str, str] | None = None
     eos_token_ids: list[int] = field(default_factory=list)  # that min_tokens bans
+    grammars: Mapping[str, float | int | None] | None = None  # time of the host; None: no grammar
     costs: CostTable | None = None  # decode step costs, if K is chosen by these
     warnings: list[str] = field(default_factory=list)
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from hydraspec_kernels.runtime.ahead import num_compiled
 
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import RunConfig, Verification
+from hydraspec.config.structured import as_structured, by_kind
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
@@ -94,6 +95,8 @@ class NativeEngine(Engine):
         info, graphs = self.parts.info, self.parts.runner.graphs
         if self._scheduler.draft_lengths is not None:
             info = replace(info, costs=self._scheduler.draft_lengths.costs)
+        if self.parts.grammars.costs.compile_ms:
+            info = replace(info, grammars=self.parts.grammars.costs.as_json())
         if graphs is None:
             return info
         memory_bytes = {**info.memory_bytes, "graphs": graphs.num_bytes}
@@ -135,6 +138,7 @@ class NativeEngine(Engine):
                     sequence = history.offer(Sequence, request, offered_at)
                     if sequence.spans and (fault := images.fault(sequence.spans)):
                         sequence.fail(fault)
+                    sequence.grammar = self.parts.grammars.of(sequence.request)
                     self._scheduler.add(sequence)
                 if cancelled := admission.cancelled():
                     self._scheduler.cancel(cancelled)
@@ -169,7 +173,7 @@ class NativeEngine(Engine):
         if not flights:
             clock.start()
         with clock("schedule"):
-            scheduled, plan = self._schedule()
+            scheduled, plan = ([], None) if self._awaits_drafts() else self._schedule()
         if plan is not None:
             with clock("launch"), runner.clock("device"):
                 launched = runner.launch(plan)
@@ -183,6 +187,15 @@ class NativeEngine(Engine):
         collected = self._collector.collect(flight, clock)
         clock.start(flight.launch_ms)  # a step that is in flight is timed from here
         return collected
+
+    def _awaits_drafts(self) -> bool:
+        """Returns whether the next step's masks need results in flight: the drafts of a request with
+        a grammar, along which it is followed before the step is launched (docs/adr/0053)."""
+        return any(
+            item.samples and item.sequence.grammar is not None
+            for flight in self._in_flight
+            for item in flight.scheduled
+        )
 
     def _schedule(self) -> tuple[list[Scheduled], StepPlan | None]:
         """The next step's shares of sequences, and its plan (None: nothing to run). Writes the
@@ -238,7 +251,18 @@ class NativeEngine(Engine):
         tokenize(requests, self.parts.tokenizer, info, config.checkpoint, form)
         if self._num_stages > 1:
             why = "pipeline stages hand over tokens alone"
-            refuse_sampling(requests, dict.fromkeys(LOGPROBS, why))
+            refuse_sampling(requests, dict.fromkeys((*LOGPROBS, "structured"), why))
+        for request in requests:
+            request.may_reason = request.messages is not None and request.thinking is not False
+        self._check_grammars(requests)
+
+    def _check_grammars(self, requests: Seq[Request]) -> None:
+        config = self.parts.config
+        if config.method.verification is Verification.synthetic:
+            why = "method.verification=synthetic accepts drafts that a grammar forbids"
+            refuse_sampling(requests, {"structured": why})
+        configured = as_structured(by_kind(config.sampling.structured))
+        self.parts.grammars.check(requests, configured)
 
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by

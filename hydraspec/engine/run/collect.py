@@ -19,6 +19,12 @@ from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
 
 
+NO_TOKEN = (
+    "no token of the target's vocabulary can follow: the grammar of sampling.structured goes on "
+    "where its tokenizer, or an end of sequence, does not: mend the grammar"
+)
+
+
 @dataclass(slots=True, frozen=True)
 class Flight:
     """A launched step whose results are not in the sequences yet."""
@@ -79,11 +85,16 @@ class Collector:
                 continue
             emitted = tokens[place][: num_sampled[place]]
             valid = emitted[:-1] if not_finite[place] else emitted
-            requests.append(self._apply(item, drafts[place], emitted, valid, now))
+            allowed = self._allowed(sequence, valid)
+            requests.append(self._apply(item, drafts[place], emitted, allowed, now))
             if self._scheduler.step_drafts is not None:
                 self._scheduler.step_drafts.observe(item, requests[-1].num_accepted)
             note_logprobs(item, result, place, requests[-1].output_token_ids)
             sequence.survivals = survivals[place]
+            if result.next_tokens is not None:
+                sequence.next_tokens = result.next_tokens[place].tolist()
+            if len(allowed) < len(valid) and sequence.finish_reason is None:
+                sequence.fail(NO_TOKEN)
             sequence.num_worthwhile = self._num_worthwhile(survivals[place])
             if len(valid) < len(emitted) and sequence.finish_reason is None:
                 found = self._not_finite(sequence)
@@ -110,6 +121,13 @@ class Collector:
         )
         self.num_steps += 1
         return Collected(record, completions, error)
+
+    @staticmethod
+    def _allowed(sequence: Sequence, tokens: list[int]) -> list[int]:
+        """The first tokens, up to the one that the request's grammar forbids: masks let one through
+        only where no token is allowed."""
+        grammar = sequence.grammar
+        return tokens if grammar is None else tokens[: grammar.accept(tokens)]
 
     def failed(self) -> list[Completion]:
         """Completions of requests that the scheduler failed or cancelled since the last call."""

@@ -43,6 +43,7 @@ class StepResult:
     not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
     draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
     next_survivals: np.ndarray | None = None  # [B, K] float32, see Draft, of those proposed next
+    next_tokens: np.ndarray | None = None  # [B, K] int64 drafts for the next step, or -1
     logprobs: np.ndarray | None = None  # [B, K+1, 1+2M] float32 of tokens, see sampling.logprobs
     prompt_logprobs: np.ndarray | None = None  # [R, 1+2M] float32, see ScoredRows
 
@@ -144,7 +145,7 @@ class ResultRing:
         kept, copied = self._by_slot[place], {}
         for name, of in ({} if more is None else more.by_slot).items():
             if name not in kept:
-                kept[name] = torch.zeros(of.shape, pin_memory=self._is_cuda)
+                kept[name] = torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._is_cuda)
             copied[name] = kept[name].copy_(of, non_blocking=True)
         return copied
 

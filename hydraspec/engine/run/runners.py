@@ -46,6 +46,7 @@ def build_runner(
     state = new_request_state(
         num_slots=config.engine.max_num_seqs,
         max_model_len=models.max_model_len,
+        vocab_size=target.vocab_size,
         num_speculative_tokens=num_drafts,
         draft_vocab_size=speculator.draft_vocab_size,
         device=target.device,

@@ -17,6 +17,7 @@ def new_request_state(
     *,
     num_slots: int,
     max_model_len: int,
+    vocab_size: int,
     num_speculative_tokens: int,
     draft_vocab_size: int | None,
     device: torch.device,
@@ -49,7 +50,7 @@ def new_request_state(
         draft_probs=probs,
         draft_vocab_map=draft_vocab_map,
         draft_survivals=survivals,
-        rules=new_slot_rules(num_slots, device),
+        rules=new_slot_rules(num_slots, num_speculative_tokens, vocab_size, device),
         logprobs=torch.zeros(num_slots, num_speculative_tokens + 1, WIDTH, device=device),
     )
 
@@ -90,6 +91,12 @@ def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> Non
     if draft.survivals is not None and state.draft_survivals is not None:
         width = draft.survivals.shape[1]
         state.draft_survivals[:, :width].index_copy_(0, batch.slots, draft.survivals)
+
+
+def next_drafts(state: RequestState, num_speculative_tokens: int) -> torch.Tensor:
+    """Drafts [S, K] after each slot's newest token."""
+    ahead = torch.arange(1, num_speculative_tokens + 1, device=state.num_computed.device)
+    return state.token_ids.gather(1, state.num_computed.unsqueeze(1) + ahead)
 
 
 def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int) -> Draft:
