@@ -26,6 +26,7 @@ from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import SlotRules as SlotRules
+from hydraspec_kernels.sampling.records import TokenMasks as TokenMasks
 from hydraspec_kernels.sampling.records import Verdict as Verdict
 from torch import Tensor
 
@@ -242,14 +243,6 @@ class ScoredRows:
 
     rows: np.ndarray  # [R] int64 rows of T
     token_ids: np.ndarray  # [R] int64, the prompts' own next tokens
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class TokenMasks:
-    """Tokens that grammars allow in a step, as SlotRules.masks has them."""
-
-    rows: np.ndarray  # [R] int64: slot * (K+1) + drafts before the token
-    words: np.ndarray  # [R, ceil(V / 32)] int32
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hydraspec.config.engines import NATIVE
@@ -35,6 +36,24 @@ def holds(kind: str, value: object) -> bool:
     if kind == "json":
         return isinstance(value, dict) or (isinstance(value, str) and _is_object(value))
     return isinstance(value, str) and bool(value)
+
+
+@dataclass(slots=True, frozen=True)
+class Misuse:
+    """A value that is not allowed; `place` is to be written after the key sampling.structured."""
+
+    place: str
+    value: object
+    allowed: str
+
+
+def misuse(given: Mapping[str, Any]) -> Misuse | None:
+    """The first value of a line, by kind, that is not allowed; None: there is none."""
+    named = {kind: value for kind, value in given.items() if value is not None}
+    if len(named) != 1:
+        return Misuse("", list(named), f"one of {', '.join(ALLOWED)}")
+    wrong = (Misuse(f".{k}", v, ALLOWED[k]) for k, v in named.items() if not holds(k, v))
+    return next(wrong, None)
 
 
 def as_structured(given: Mapping[str, Any]) -> Structured | None:

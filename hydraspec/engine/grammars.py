@@ -1,5 +1,5 @@
-"""Grammars of outputs: compiled by xgrammar for the target's tokenizer, and followed by each request
-along its tokens and along the drafts of a step (docs/adr/0053). No other module knows xgrammar.
+"""Grammars of outputs: compiled by xgrammar for the target's tokenizer, and followed by each
+request along its tokens and along the drafts of a step (docs/adr/0053).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Grammars:
                 continue
             if self._tokenizer is None:
                 raise WorkloadError(
-                    f"request {request.id}: sampling.structured needs a tokenizer, and the target's "
-                    "checkpoint has none: leave the key out, or add tokenizer.json to the folder",
+                    f"request {request.id}: sampling.structured needs a tokenizer, and the "
+                    "target's checkpoint has none: leave the key out, or add tokenizer.json to the folder",
                     request_id=request.id,
                 )
             try:

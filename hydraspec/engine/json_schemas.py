@@ -11,10 +11,10 @@ NEVER = (
     *("uniqueItems", "contains", "minContains", "maxContains", "dependentRequired"),
     *("dependentSchemas", "dependencies", "not", "if", "then", "else", "oneOf", "$dynamicRef"),
 )
-ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-    + ("$schema", "$id", "$comment", "$defs", "definitions")
-)
+ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$defs", "definitions"),
+}
 ALONE = ("$ref", "anyOf", "allOf", "const")  # keywords beside which others are not read
 FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri"),
@@ -34,7 +34,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def not_enforced(schema: Any) -> str:
-    """The first part of a schema that a grammar would not enforce, in words; "" if there is none."""
+    """The first part of a schema that a grammar would not enforce, in words; "" if none is."""
     return next(_problems(schema, "#"), "")
 
 

@@ -20,6 +20,7 @@ from hydraspec.config.structured import as_structured, by_kind
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.grammars import Grammars
 from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
@@ -61,9 +62,16 @@ class NativeEngine(Engine):
     """Continuous batching over a paged, hybrid KV cache; each step verifies drafts and proposes the
     next."""
 
-    def __init__(self, config: RunConfig, loaded: Loaded | None = None) -> None:
-        """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
+    def __init__(
+        self, config: RunConfig, loaded: Loaded | None = None, grammars: Grammars | None = None
+    ) -> None:
+        """Load what `config` names, or wrap parts that are loaded already, and grammars that are
+        compiled for the same tokenizer (`baseline` does)."""
         self.parts = loaded or load(config)
+        target = self.parts.target
+        self._grammars = grammars or Grammars(
+            self.parts.tokenizer, target.vocab_size, target.eos_token_ids
+        )
         self._watch = current().watch
         self._scheduler = self.parts.scheduler
         decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
@@ -95,8 +103,8 @@ class NativeEngine(Engine):
         info, graphs = self.parts.info, self.parts.runner.graphs
         if self._scheduler.draft_lengths is not None:
             info = replace(info, costs=self._scheduler.draft_lengths.costs)
-        if self.parts.grammars.costs.compile_ms:
-            info = replace(info, grammars=self.parts.grammars.costs.as_json())
+        if self._grammars.costs.compile_ms:
+            info = replace(info, grammars=self._grammars.costs.as_json())
         if graphs is None:
             return info
         memory_bytes = {**info.memory_bytes, "graphs": graphs.num_bytes}
@@ -138,7 +146,7 @@ class NativeEngine(Engine):
                     sequence = history.offer(Sequence, request, offered_at)
                     if sequence.spans and (fault := images.fault(sequence.spans)):
                         sequence.fail(fault)
-                    sequence.grammar = self.parts.grammars.of(sequence.request)
+                    sequence.grammar = self._grammars.of(sequence.request)
                     self._scheduler.add(sequence)
                 if cancelled := admission.cancelled():
                     self._scheduler.cancel(cancelled)
@@ -189,8 +197,8 @@ class NativeEngine(Engine):
         return collected
 
     def _awaits_drafts(self) -> bool:
-        """Returns whether the next step's masks need results in flight: the drafts of a request with
-        a grammar, along which it is followed before the step is launched (docs/adr/0053)."""
+        """Returns whether the next step's masks need results in flight: the drafts of a request
+        with a grammar, which is followed along them before the launch (docs/adr/0053)."""
         return any(
             item.samples and item.sequence.grammar is not None
             for flight in self._in_flight
@@ -262,7 +270,7 @@ class NativeEngine(Engine):
             why = "method.verification=synthetic accepts drafts that a grammar forbids"
             refuse_sampling(requests, {"structured": why})
         configured = as_structured(by_kind(config.sampling.structured))
-        self.parts.grammars.check(requests, configured)
+        self._grammars.check(requests, configured)
 
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by
@@ -337,7 +345,7 @@ class NativeEngine(Engine):
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
-        return NativeEngine(parts.config, parts)
+        return NativeEngine(parts.config, parts, self._grammars)
 
     def plain_cache(self) -> NativeEngine | None:
         parts = load_plain(self.parts)

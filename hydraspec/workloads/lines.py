@@ -291,20 +291,11 @@ class _Line:
             return
         self.checked(name, value)
         if key == "structured":
-            self.check_structured(value)
+            self.refuse_unknown(value, tuple(structured.ALLOWED), f"{name}.")
+            if (wrong := structured.misuse(value)) is not None:
+                self.refuse(f"{name}{wrong.place}", wrong.value, wrong.allowed)
         for place, known, entry in entries(key, value):
             self.inside(f"{name}{place}", known, entry)
-
-    def check_structured(self, given: Mapping[str, Any]) -> None:
-        self.refuse_unknown(given, tuple(structured.ALLOWED), "sampling.structured.")
-        named = {kind: value for kind, value in given.items() if value is not None}
-        if len(named) != 1:
-            self.refuse(
-                "sampling.structured", list(named), f"one of {', '.join(structured.ALLOWED)}"
-            )
-        for kind, value in named.items():
-            if not structured.holds(kind, value):
-                self.refuse(f"sampling.structured.{kind}", value, structured.ALLOWED[kind])
 
     def within(self, name: str, key: str, value: object) -> None:
         self.inside(name, SAMPLING_RANGES[key], value)

@@ -18,7 +18,6 @@ from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
 
-
 NO_TOKEN = (
     "no token of the target's vocabulary can follow: the grammar of sampling.structured goes on "
     "where its tokenizer, or an end of sequence, does not: mend the grammar"

@@ -23,7 +23,6 @@ from hydraspec.engine.cache.sizing import (
     size_warnings,
     smallest_cache,
 )
-from hydraspec.engine.grammars import Grammars
 from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
 from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.run.device_runner import DeviceRunner
@@ -75,7 +74,6 @@ class Loaded:
     runner: DeviceRunner
     scheduler: Scheduler
     info: EngineInfo
-    grammars: Grammars
     control: Control = ALONE  # of the ranks that run this engine's steps
     check: RankCheck | None = None  # of parallelism.check
     link: StageLink | None = None  # of a pipeline stage
@@ -145,7 +143,6 @@ def load_baseline(loaded: Loaded) -> Loaded:
         backend=loaded.runner.backend,  # the same memory pool: only one of the two runs
         control=loaded.control,
         link=loaded.link,
-        grammars=loaded.grammars,
     )
 
 
@@ -159,10 +156,9 @@ def assemble(
     backend: GraphBackend | None = None,
     control: Control = ALONE,
     link: StageLink | None = None,
-    grammars: Grammars | None = None,
 ) -> Loaded:
     """Wire loaded models into an engine's parts; `kv` None makes a new cache, as large on every
-    rank. `link` is that of a pipeline stage; `grammars` are compiled already for this tokenizer.
+    rank. `link` is that of a pipeline stage.
 
     `backend` captures graphs in place of CUDA's; with one, a CPU runs the steps that graphs hold.
     """
@@ -205,7 +201,6 @@ def assemble(
         runner=runner,
         scheduler=_scheduler(models, kv, runner),
         info=_info(models, kv, modes, memory_bytes, warnings),
-        grammars=grammars or Grammars(tokenizer, target.vocab_size, target.eos_token_ids),
         control=control,
         check=RankCheck(group, target.device) if is_checked else None,
         link=link,

@@ -106,7 +106,7 @@ class Scheduled:
         return self.num_computed + self.num_rows
 
     def known_drafts(self) -> list[int]:
-        """The drafts under verification, as the host knows them with no step in flight; -1: none."""
+        """The drafts under verification, known where no step is in flight; -1: none."""
         found = self.sequence.continuation or self.sequence.next_tokens
         return [*found, *[-1] * self.num_drafts][: self.num_drafts]
 

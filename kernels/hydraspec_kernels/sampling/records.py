@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -73,6 +74,14 @@ class SlotRules:
     # [S, K+1, ceil(V / 32)] int32: the tokens that a grammar allows after so many drafts of a step,
     # token 32 i + j as bit j of word i. The one rule that changes from step to step.
     masks: Tensor
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TokenMasks:
+    """Tokens that grammars allow in a step, in host memory, as SlotRules.masks has them."""
+
+    rows: np.ndarray  # [R] int64: slot * (K+1) + drafts before the token
+    words: np.ndarray  # [R, ceil(V / 32)] int32
 
 
 class SlotSampling(Protocol):
