@@ -72,7 +72,7 @@ class Grammars:
             if self._tokenizer is None:
                 raise WorkloadError(
                     f"request {request.id}: sampling.structured needs a tokenizer, and the "
-                    "target's checkpoint has none: leave the key out, or add tokenizer.json to the folder",
+                    "target's checkpoint has none: leave the key out, or add its files",
                     request_id=request.id,
                 )
             try:
