@@ -17,7 +17,7 @@ import torch
 from hydraspec.engine.json_schemas import not_enforced
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.sampling.rules import num_words
-from hydraspec.types import ConfigurationError, Request, Structured, WorkloadError
+from hydraspec.types import ConfigurationError, Request, SamplingParams, Structured, WorkloadError
 
 MAX_WHITESPACE = 1  # character between two parts of a JSON text; models would fill more room
 NOT_INSTALLED = (
@@ -104,6 +104,20 @@ class Grammars:
         if markers is not None:
             found.start_after(request.prompt_token_ids or [])
         return found
+
+    def allowed_after(
+        self, sampling: SamplingParams, token_ids: Seq[int], num_prompt: int
+    ) -> np.ndarray | None:
+        """Tokens [V] (bool) that a request's grammar allows after `token_ids`, of which the first
+        num_prompt are its prompt; None: it has no grammar."""
+        prompt, output = list(token_ids[:num_prompt]), token_ids[num_prompt:]
+        asked = Request(index=0, id="", sampling=sampling, prompt_token_ids=prompt, may_reason=True)
+        grammar = self.of(asked)
+        if grammar is None:
+            return None
+        grammar.accept(output)
+        words = grammar.masks([])[0].view(np.uint8)
+        return np.unpackbits(words, bitorder="little")[: self._vocab_size].astype(bool)
 
     def _compile(self, structured: Structured) -> Any:
         if structured not in self._compiled:

@@ -272,6 +272,11 @@ class NativeEngine(Engine):
         configured = as_structured(by_kind(config.sampling.structured))
         self._grammars.check(requests, configured)
 
+    def allowed_tokens(
+        self, sampling: SamplingParams, token_ids: Seq[int], num_prompt: int
+    ) -> np.ndarray | None:
+        return self._grammars.allowed_after(sampling, token_ids, num_prompt)
+
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by
         costs that are not known, measure them. All ranks use the costs that rank 0 measured."""

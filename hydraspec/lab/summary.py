@@ -238,5 +238,6 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "devices": info.devices or [info.device],
         "seed": config.seed,
         "quantization": quantization(info),
+        "grammars": info.grammars,
         "draft_spec": info.draft_spec,
     }

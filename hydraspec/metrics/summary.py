@@ -295,6 +295,7 @@ class Settings(TypedDict):
     devices: list[str]
     seed: int
     quantization: Quantization
+    grammars: NotRequired[Mapping[str, float | int | None] | None]  # earlier versions lack it
     draft_spec: dict[str, object] | None
 
 

@@ -138,8 +138,9 @@ def constrained_row(
     eos_token_ids: Iterable[int],
 ) -> np.ndarray:
     """Logits [V] after token_ids, of which the first num_prompt are the prompt, under a request's
-    rules."""
-    rules = new_slot_rules(2, torch.device("cpu"))  # the last slot belongs to no request
+    rules, but its grammar."""
+    # The last slot belongs to no request.
+    rules = new_slot_rules(2, 0, len(logits), torch.device("cpu"))
     RuleWriter(rules, tuple(eos_token_ids)).write(0, sampling, num_prompt)
     length = len(token_ids)
     row = _OneRow(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drawn_schemas import drawn_schema, is_valid
@@ -174,6 +175,21 @@ def test_samples_follow_grammars_at_every_rule_of_verification() -> None:
         typed = (f"method.verification={rule}", "method.draft_sampling=probabilistic")
         found, _ = completions(engine_of("tiny_qwen3", "eagle3", *typed), asked)
         assert check(asked, found) > 12
+
+
+def test_logits_of_verdicts_are_under_the_grammar() -> None:
+    """Each greedy token is the best one of `logits_under`, which verdicts look at."""
+    engine = engine_of("tiny_qwen3", "none")
+    asked = requests(others()[:3])
+    found, _ = completions(engine, asked)
+    for request in asked:
+        prompt, output = request.tokens.token_ids, found[request.index].output_token_ids
+        for place, token in enumerate(output):
+            ids = [*prompt, *output[:place]]
+            logits = engine.logits_under(request.sampling, ids, len(prompt))
+            assert logits is not None
+            assert int(logits.argmax()) == token
+            assert np.isneginf(logits).sum() > 700
 
 
 @pytest.fixture
