@@ -26,6 +26,7 @@ from hydraspec.metrics.summary import (
     SCHEMA_VERSION,
     Acceptance,
     Counts,
+    Grammars,
     Lossless,
     PrefixCache,
     RunFacts,
@@ -238,6 +239,6 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "devices": info.devices or [info.device],
         "seed": config.seed,
         "quantization": quantization(info),
-        "grammars": info.grammars,
+        "grammars": cast(Grammars | None, plain(info.grammars)),
         "draft_spec": info.draft_spec,
     }

@@ -276,6 +276,16 @@ class Quantization(TypedDict):
     drafter: Mapping[str, str] | None
 
 
+class Grammars(TypedDict):
+    """Time of the host for grammars of outputs."""
+
+    num_grammars: int
+    compile_ms: float
+    longest_compile_ms: float | None
+    num_masks: int
+    mask_ms: float
+
+
 class Settings(TypedDict):
     """The settings that figures depend on."""
 
@@ -295,7 +305,7 @@ class Settings(TypedDict):
     devices: list[str]
     seed: int
     quantization: Quantization
-    grammars: NotRequired[Mapping[str, float | int | None] | None]  # earlier versions lack it
+    grammars: NotRequired[Grammars | None]  # runs of earlier versions lack it
     draft_spec: dict[str, object] | None
 
 
