@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,26 +90,31 @@ def _any(config: RunConfig) -> bool:
     return as_structured(by_kind(config.sampling.structured)) is not None
 
 
+def _rules_of(kind: str, before: Sequence[str]) -> Iterator[Rule]:
+    def is_alone(value: object, config: RunConfig) -> bool:
+        others = (getattr(config.sampling.structured, other) for other in before)
+        return value is None or all(other is None for other in others)
+
+    key = f"sampling.structured.{kind}"
+    yield Rule(
+        key,
+        lambda value, c: value is None or holds(kind, value),
+        f"{ALLOWED[kind]}, or null",
+        "is no grammar",
+    )
+    yield Rule(
+        key,
+        is_alone,
+        "one of " + ", ".join(ALLOWED),
+        "is given beside another grammar",
+        "leave one of the two out",
+    )
+
+
 def _rules() -> Iterator[Rule]:
     kinds = list(ALLOWED)
     for i, kind in enumerate(kinds):
-        key = f"sampling.structured.{kind}"
-        yield Rule(
-            key,
-            lambda value, c, kind=kind: value is None or holds(kind, value),
-            f"{ALLOWED[kind]}, or null".replace("{", "{{").replace("}", "}}"),
-            "is no grammar",
-        )
-        yield Rule(
-            key,
-            lambda value, c, before=kinds[:i]: (
-                value is None
-                or all(getattr(c.sampling.structured, other) is None for other in before)
-            ),
-            "one of " + ", ".join(kinds),
-            "is given beside another grammar",
-            "leave one of the two out",
-        )
+        yield from _rules_of(kind, kinds[:i])
     for name, allowed in BESIDE.items():
         yield Rule(
             f"sampling.{name}",

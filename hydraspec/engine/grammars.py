@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hydraspec.config.schema import RunConfig, Verification
+from hydraspec.config.structured import as_structured, by_kind
 from hydraspec.engine.json_schemas import not_enforced
+from hydraspec.engine.prompts import refuse_sampling
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.sampling.rules import num_words
 from hydraspec.types import ConfigurationError, Request, SamplingParams, Structured, WorkloadError
@@ -23,6 +26,12 @@ MAX_WHITESPACE = 1  # character between two parts of a JSON text; models would f
 NOT_INSTALLED = (
     "sampling.structured needs the package xgrammar, which is not installed\n"
     "  allowed: null\n  to do: pip install 'hydraspec[grammar]', or leave the key out"
+)
+
+
+NO_TOKEN = (
+    "no token of the target's vocabulary can follow: the grammar of sampling.structured goes on "
+    "where its tokenizer, or an end of sequence, does not: mend the grammar"
 )
 
 
@@ -57,18 +66,22 @@ class Grammars:
         self._compiled: dict[Structured, Any] = {}
         self.costs = GrammarCosts()
 
-    def check(self, requests: Seq[Request], configured: Structured | None) -> None:
-        """Compile the grammars of requests.
+    def check(self, requests: Seq[Request], config: RunConfig) -> None:
+        """Compile the grammars of requests, and note which may reason first.
 
         Raises:
-            ConfigurationError: xgrammar is not installed, or the `configured` grammar is none.
-            WorkloadError: naming the request; the checkpoint has no tokenizer, or its grammar
-            cannot be compiled, or would not be followed in full.
+            ConfigurationError: xgrammar is not installed, or the configuration's grammar is none.
+            WorkloadError: naming the request; the checkpoint has no tokenizer, the configuration
+            accepts any draft, or a grammar cannot be compiled or would not be followed in full.
         """
+        configured = as_structured(by_kind(config.sampling.structured))
+        if config.method.verification is Verification.synthetic:
+            refuse_sampling(requests, {"structured": "verification=synthetic accepts any draft"})
         for request in requests:
             structured = request.sampling.structured
             if structured is None:
                 continue
+            request.may_reason = request.messages is not None and request.thinking is not False
             if self._tokenizer is None:
                 raise WorkloadError(
                     f"request {request.id}: sampling.structured needs a tokenizer, and the "
@@ -115,7 +128,7 @@ class Grammars:
         grammar = self.of(asked)
         if grammar is None:
             return None
-        grammar.accept(output)
+        grammar.accept(list(output))
         words = grammar.masks([])[0].view(np.uint8)
         return np.unpackbits(words, bitorder="little")[: self._vocab_size].astype(bool)
 
@@ -174,12 +187,13 @@ class RequestGrammar:
                 break
         self._may_begin = not self._is_reasoning
 
-    def accept(self, tokens: Seq[int]) -> int:
-        """Follow the tokens of a step; returns how many the grammar allows."""
+    def accept(self, tokens: list[int]) -> list[int]:
+        """Follow the tokens of a step; returns those up to one that the grammar forbids, which
+        masks let through only where no token is allowed."""
         for count, token in enumerate(tokens):
             if self._follow(token) is None:
-                return count
-        return len(tokens)
+                return tokens[:count]
+        return tokens
 
     def masks(self, drafts: Seq[int]) -> np.ndarray:
         """Words [drafts + 1, ceil(V / 32)] int32 of the tokens that are allowed after none of the

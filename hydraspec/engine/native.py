@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from hydraspec_kernels.runtime.ahead import num_compiled
 
-from hydraspec.config.schema import RunConfig, Verification
-from hydraspec.config.structured import as_structured, by_kind
+from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
@@ -260,17 +259,7 @@ class NativeEngine(Engine):
         if self._num_stages > 1:
             why = "pipeline stages hand over tokens alone"
             refuse_sampling(requests, dict.fromkeys((*LOGPROBS, "structured"), why))
-        for request in requests:
-            request.may_reason = request.messages is not None and request.thinking is not False
-        self._check_grammars(requests)
-
-    def _check_grammars(self, requests: Seq[Request]) -> None:
-        config = self.parts.config
-        if config.method.verification is Verification.synthetic:
-            why = "method.verification=synthetic accepts drafts that a grammar forbids"
-            refuse_sampling(requests, {"structured": why})
-        configured = as_structured(by_kind(config.sampling.structured))
-        self._grammars.check(requests, configured)
+        self._grammars.check(requests, self.parts.config)
 
     def allowed_tokens(
         self, sampling: SamplingParams, token_ids: Seq[int], num_prompt: int

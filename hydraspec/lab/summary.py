@@ -16,6 +16,7 @@ from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment
 from hydraspec.metrics.accuracy import accuracy
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.grammars import Grammars
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, cost_ratio, finished_pairs, measured_speedup, speedup
 from hydraspec.metrics.sinks import OF_BASELINE, request_row
@@ -26,7 +27,6 @@ from hydraspec.metrics.summary import (
     SCHEMA_VERSION,
     Acceptance,
     Counts,
-    Grammars,
     Lossless,
     PrefixCache,
     RunFacts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypedDict
 
+from hydraspec.metrics.grammars import Grammars
 from hydraspec.metrics.kv_agreement import KVCacheAgreement
 from hydraspec.metrics.survival import DraftSurvival
 
@@ -274,16 +275,6 @@ class Quantization(TypedDict):
 
     target: Mapping[str, str] | None
     drafter: Mapping[str, str] | None
-
-
-class Grammars(TypedDict):
-    """Time of the host for grammars of outputs."""
-
-    num_grammars: int
-    compile_ms: float
-    longest_compile_ms: float | None
-    num_masks: int
-    mask_ms: float
 
 
 class Settings(TypedDict):

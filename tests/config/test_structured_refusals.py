@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hydraspec.cli.compose import plan
+from hydraspec.config.schema import RunConfig
 from hydraspec.engine.grammars import Grammars
 from hydraspec.engine.json_schemas import not_enforced
 from hydraspec.errors import ConfigurationError, WorkloadError
@@ -107,6 +108,13 @@ def grammars(*, with_tokenizer: bool = True) -> Grammars:
     return Grammars(tokenizer, 768, [1])
 
 
+def configured(structured: Structured | None = None) -> RunConfig:
+    (job,) = plan([]).jobs
+    if structured is not None:
+        setattr(job.config.sampling.structured, structured.kind, structured.text)
+    return job.config
+
+
 def asking(structured: Structured) -> list[Request]:
     sampling = SamplingParams(structured=structured)
     return [Request(index=0, id="first", sampling=sampling, prompt_token_ids=[5])]
@@ -118,12 +126,12 @@ def test_a_grammar_that_cannot_be_compiled_gets_one_message(
 ) -> None:
     broken = Structured(kind, text)
     with pytest.raises(WorkloadError, match=r"request first: sampling\.structured") as caught:
-        grammars().check(asking(broken), None)
+        grammars().check(asking(broken), configured())
     assert said in str(caught.value).lower()
     assert "\n" not in str(caught.value)
     assert "/" not in str(caught.value).partition("cannot be followed")[2]  # no place in a library
     with pytest.raises(ConfigurationError) as typed:
-        grammars().check(asking(broken), broken)
+        grammars().check(asking(broken), configured(broken))
     assert str(typed.value).count("\n") == 2
     assert said in str(typed.value).lower()
 
@@ -133,10 +141,10 @@ def test_without_the_package_or_a_tokenizer_there_is_one_message(
 ) -> None:
     asked = asking(Structured("regex", "a"))
     with pytest.raises(WorkloadError, match=r"needs a tokenizer"):
-        grammars(with_tokenizer=False).check(asked, None)
+        grammars(with_tokenizer=False).check(asked, configured())
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'hydraspec\[grammar\]'"):
-        grammars().check(asked, None)
+        grammars().check(asked, configured())
 
 
 UNENFORCED: dict[str, tuple[dict[str, Any], str]] = {  # schema, and a text that breaks it

@@ -307,8 +307,8 @@ def test_masks_are_those_after_each_draft(drafts: list[int], words: list[int]) -
     grammar = RequestGrammar(matcher, 20, GrammarCosts())
     assert grammar.masks(drafts)[:, 0].tolist() == words
     assert matcher.text == []
-    assert grammar.accept([7, 8]) == 2
-    assert grammar.accept([9]) == 0
+    assert grammar.accept([7, 8]) == [7, 8]
+    assert grammar.accept([8, 9, 8]) == [8]
 
 
 def test_reasoning_sections_are_free_text() -> None:
@@ -319,14 +319,14 @@ def test_reasoning_sections_are_free_text() -> None:
     assert first[0].tolist() == [START | 1 << 30, 0]
     assert first[1:4, 0].tolist() == [ALL, ALL, START]
     assert first[4, 0] == BODY
-    assert grammar.accept([30, 9, 9]) == 3
+    assert grammar.accept([30, 9, 9]) == [30, 9, 9]
     assert grammar.masks([])[0].tolist() == [ALL, ALL]
-    assert grammar.accept([31, 7]) == 2
+    assert grammar.accept([31, 7]) == [31, 7]
     assert grammar.masks([])[0].tolist() == [BODY, 0]
     without = RequestGrammar(Recorder(), 40, GrammarCosts(), (30, 31))
     without.start_after([30, 3, 31])
-    assert without.accept([7]) == 1
-    assert without.accept([30]) == 0  # only the first token begins a section
+    assert without.accept([7]) == [7]
+    assert without.accept([30]) == []  # only the first token begins a section
     opened = RequestGrammar(Recorder(), 40, GrammarCosts(), (30, 31))
     opened.start_after([31, 30, 3])
     assert opened.masks([])[0].tolist() == [ALL, ALL]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.grammars import NO_TOKEN
 from hydraspec.engine.run.draft_check import check_draft_ids
 from hydraspec.engine.run.logprobs import note_logprobs, note_prompt_logprobs
 from hydraspec.engine.run.results import LaunchedStep
@@ -17,11 +18,6 @@ from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.types import Completion, NotFiniteError, RequestStep, StepRecord
-
-NO_TOKEN = (
-    "no token of the target's vocabulary can follow: the grammar of sampling.structured goes on "
-    "where its tokenizer, or an end of sequence, does not: mend the grammar"
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,16 +80,13 @@ class Collector:
                 continue
             emitted = tokens[place][: num_sampled[place]]
             valid = emitted[:-1] if not_finite[place] else emitted
-            allowed = self._allowed(sequence, valid)
-            requests.append(self._apply(item, drafts[place], emitted, allowed, now))
+            requests.append(self._apply(item, drafts[place], emitted, valid, now))
             if self._scheduler.step_drafts is not None:
                 self._scheduler.step_drafts.observe(item, requests[-1].num_accepted)
             note_logprobs(item, result, place, requests[-1].output_token_ids)
             sequence.survivals = survivals[place]
             if result.next_tokens is not None:
                 sequence.next_tokens = result.next_tokens[place].tolist()
-            if len(allowed) < len(valid) and sequence.finish_reason is None:
-                sequence.fail(NO_TOKEN)
             sequence.num_worthwhile = self._num_worthwhile(survivals[place])
             if len(valid) < len(emitted) and sequence.finish_reason is None:
                 found = self._not_finite(sequence)
@@ -120,13 +113,6 @@ class Collector:
         )
         self.num_steps += 1
         return Collected(record, completions, error)
-
-    @staticmethod
-    def _allowed(sequence: Sequence, tokens: list[int]) -> list[int]:
-        """The first tokens, up to the one that the request's grammar forbids: masks let one through
-        only where no token is allowed."""
-        grammar = sequence.grammar
-        return tokens if grammar is None else tokens[: grammar.accept(tokens)]
 
     def failed(self) -> list[Completion]:
         """Completions of requests that the scheduler failed or cancelled since the last call."""
@@ -157,7 +143,11 @@ class Collector:
         num_accepted = max(0, len(emitted) - 1)
         num_rejected = item.num_drafts - num_accepted if emitted else 0
         sequence.num_computed += item.num_rows - num_rejected
-        kept = self._finish.append(sequence, valid)
+        grammar = sequence.grammar
+        allowed = valid if grammar is None else grammar.accept(valid)
+        kept = self._finish.append(sequence, allowed)
+        if len(allowed) < len(valid) and sequence.finish_reason is None:
+            sequence.fail(NO_TOKEN)
         if kept:
             sequence.decoding = True
             sequence.note_tokens(now)

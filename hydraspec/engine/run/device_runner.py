@@ -28,10 +28,10 @@ from hydraspec.engine.run.results import (
     MoreResults,
     ResultRing,
     StepOutputs,
+    next_drafts,
     packed_results,
 )
 from hydraspec.engine.run.runner import Runner
-from hydraspec.engine.run.state import next_drafts
 from hydraspec.engine.run.step_graphs import (
     GREEDY_VARIANT,
     CapturedStep,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.parallel.ranks import current
-from hydraspec.types import Batch, Draft, TargetStep, Verdict
+from hydraspec.types import Batch, Draft, RequestState, TargetStep, Verdict
 
 RESULT_RING = 4  # launches whose results may be under way at once
 
@@ -87,6 +87,12 @@ class MoreResults:
     slots: np.ndarray  # [B] of the step's requests
     by_slot: Mapping[str, Tensor]  # [S, any] in the state, by field of StepResult
     prompt_logprobs: Tensor | None = None  # [R, 1+2M], see StepResult
+
+
+def next_drafts(state: RequestState, num_speculative_tokens: int) -> Tensor:
+    """Drafts [S, K] after each slot's newest token."""
+    ahead = torch.arange(1, num_speculative_tokens + 1, device=state.num_computed.device)
+    return state.token_ids.gather(1, state.num_computed.unsqueeze(1) + ahead)
 
 
 class ResultRing:

@@ -93,12 +93,6 @@ def store_draft(state: RequestState, batch: CommittedBatch, draft: Draft) -> Non
         state.draft_survivals[:, :width].index_copy_(0, batch.slots, draft.survivals)
 
 
-def next_drafts(state: RequestState, num_speculative_tokens: int) -> torch.Tensor:
-    """Drafts [S, K] after each slot's newest token."""
-    ahead = torch.arange(1, num_speculative_tokens + 1, device=state.num_computed.device)
-    return state.token_ids.gather(1, state.num_computed.unsqueeze(1) + ahead)
-
-
 def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int) -> Draft:
     """The draft with tokens [B, K], -1 after the step's `draft_length`; without a draft all are -1.
 
