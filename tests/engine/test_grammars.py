@@ -166,6 +166,11 @@ def test_greedy_outputs_follow_grammars_and_are_those_without_drafts(
     drafted, records = completions(engine_of(target, method, *typed), asked)
     assert tokens(drafted) == tokens(plain)
     assert check(asked, drafted) > 0.9 * num_schemas
+    free = [request for request in asked if request.sampling.structured is None]
+    alone, _ = completions(engine_of(target, "none", *typed), free)
+    assert {i: each.output_token_ids for i, each in alone.items()} == {
+        request.index: drafted[request.index].output_token_ids for request in free
+    }
     assert sum(r.num_accepted for record in records for r in record.requests) > 0
 
 
@@ -286,6 +291,23 @@ class Recorder:
     def rollback(self, count: int) -> None:
         assert count > 0
         del self.text[-count:]
+
+
+def test_tokens_without_text_are_allowed_at_the_end_alone() -> None:
+    """A string that holds one would show fewer characters than the schema counts."""
+    engine = engine_of("tiny_qwen3", "none")
+    assert engine.parts.tokenizer is not None
+    special = engine.parts.tokenizer.special_token_ids
+    ends = set(engine.parts.target.eos_token_ids)
+    assert special > ends
+    (asked,) = requests([as_structured({"json": {"type": "string", "maxLength": 3}})])
+    prompt = engine.parts.tokenizer.encode("Who?")
+    for text, allowed in (("", set()), ('"', set()), ('"a', set()), ('"a"', ends)):
+        ids = [*prompt, *(engine.parts.tokenizer.encode(text) if text else [])]
+        found = engine.allowed_tokens(asked.sampling, ids, len(prompt))
+        assert found is not None
+        assert found.any()
+        assert {token for token in special if found[token]} == allowed
 
 
 START, BODY, ALL = 1 << 7, (1 << 8) | 2, -1
