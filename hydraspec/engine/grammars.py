@@ -1,5 +1,5 @@
 """Grammars of outputs: compiled by xgrammar for the target's tokenizer, and followed by each
-request along its tokens and along the drafts of a step (docs/adr/0053).
+request along its tokens and along the drafts of a step (docs/adr/0051).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.config.structured import as_structured, by_kind
-from hydraspec.engine.json_schemas import not_enforced
+from hydraspec.engine.json_schemas import has_inner_anchor, not_enforced
 from hydraspec.engine.prompts import refuse_sampling
 from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.sampling.rules import num_words
@@ -258,6 +258,8 @@ def _compiled(compiler: Any, structured: Structured) -> Any:
     kind, text = structured.kind, structured.text
     if kind == "json" and (why := not_enforced(json.loads(text))):
         raise _GrammarError(why)
+    if kind == "regex" and has_inner_anchor(text):
+        raise _GrammarError("^ and $ are not followed within a regular expression")
     try:
         if kind == "json":
             return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)

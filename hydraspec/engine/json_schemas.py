@@ -4,6 +4,7 @@ an output could otherwise break its schema.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,12 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
+def has_inner_anchor(regex: str) -> bool:
+    """Returns whether ^ or $ stands within a regular expression, where grammars pass over it."""
+    rest = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", regex)  # without escapes and classes
+    return bool(set("^$") & set(rest.removeprefix("^").removesuffix("$")))
+
+
 def not_enforced(schema: Any) -> str:
     """The first part of a schema that a grammar would not enforce, in words; "" if none is."""
     return next(_problems(schema, "#"), "")
@@ -51,6 +58,9 @@ def _problems(schema: Any, place: str) -> Iterator[str]:
     yield from _beside(schema, place)
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
         yield f"{place}: minLength and maxLength are not enforced beside pattern"
+    for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
+        if has_inner_anchor(pattern):
+            yield f"{place}: ^ and $ within the pattern {pattern} are not enforced"
     if (name := schema.get("format")) is not None and name not in FORMATS:
         yield f"{place}: the format {name} is not enforced"
     yield from _values(schema, place)

@@ -197,7 +197,7 @@ class NativeEngine(Engine):
 
     def _awaits_drafts(self) -> bool:
         """Returns whether the next step's masks need results in flight: the drafts of a request
-        with a grammar, which is followed along them before the launch (docs/adr/0053)."""
+        with a grammar, which is followed along them before the launch (docs/adr/0051)."""
         return any(
             item.samples and item.sequence.grammar is not None
             for flight in self._in_flight

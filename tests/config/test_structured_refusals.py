@@ -96,11 +96,12 @@ def test_a_line_goes_before_the_configuration(tmp_path: Path) -> None:
     assert job.config.sampling.structured.json == {"type": "object"}
 
 
-BROKEN = {
-    "regex": ("(a", "the parenthesis is not closed"),
-    "grammar": ("root ::= x", 'rule "x" is not defined'),
-    "json": ('{"type": "integral"}', 'unsupported type "integral"'),
-}
+BROKEN = [
+    ("regex", "(a", "the parenthesis is not closed"),
+    ("regex", r"a\$[$]$|b", "^ and $ are not followed within"),
+    ("grammar", "root ::= x", 'rule "x" is not defined'),
+    ("json", '{"type": "integral"}', 'unsupported type "integral"'),
+]
 
 
 def grammars(*, with_tokenizer: bool = True) -> Grammars:
@@ -120,7 +121,9 @@ def asking(structured: Structured) -> list[Request]:
     return [Request(index=0, id="first", sampling=sampling, prompt_token_ids=[5])]
 
 
-@pytest.mark.parametrize(("kind", "text", "said"), [(k, *v) for k, v in BROKEN.items()])
+@pytest.mark.parametrize(
+    ("kind", "text", "said"), [({"anchor": "regex"}.get(k, k), *v) for k, v in BROKEN.items()]
+)
 def test_a_grammar_that_cannot_be_compiled_gets_one_message(
     kind: str, text: str, said: str
 ) -> None:
@@ -162,6 +165,7 @@ UNENFORCED: dict[str, tuple[dict[str, Any], str]] = {  # schema, and a text that
     "enum of another type": ({"type": "integer", "enum": [1, "a"]}, '"a"'),
     "length beside pattern": ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
     "format": ({"type": "string", "format": "idn-email"}, '"b"'),
+    "an anchor within": ({"type": "string", "pattern": "a^b"}, '"ab"'),
     "required": ({"type": "object", "required": ["a"]}, "{}"),
     "dependentRequired": (
         {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
@@ -188,6 +192,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], str]] = {
     "minItems": ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, "[2]"),
     "maxLength": ({"type": "string", "maxLength": 2}, '"abc"'),
     "pattern": ({"type": "string", "pattern": "^a+$"}, '"b"'),
+    "signs like anchors": ({"type": "string", "pattern": r"^\$[$^]$"}, '"b"'),
     "date": ({"type": "string", "format": "date"}, '"b"'),
     "uuid": ({"type": "string", "format": "uuid"}, '"b"'),
     "maximum": ({"type": "number", "exclusiveMaximum": 5}, "5.0"),

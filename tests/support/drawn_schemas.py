@@ -31,7 +31,7 @@ def _drawn(rng: random.Random, depth: int) -> dict[str, Any]:
     if kind == "pattern":
         return {
             "type": "string",
-            "pattern": rng.choice(["^[a-z]{2,6}$", "^A[0-9]{4}$", "^x+$|^y$"]),
+            "pattern": rng.choice(["^[a-z]{2,6}$", "^A[0-9]{4}$", "^(x+|y)$"]),
         }
     if kind == "integer":
         least = rng.randint(-50, 50)
