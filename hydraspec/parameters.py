@@ -14,6 +14,14 @@ MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 16  # sequences of bad_words, and toke
 MAX_LOGPROBS = 20  # alternatives of a token that are kept with their log probabilities
 
 
+@dataclass(slots=True, frozen=True)
+class Structured:
+    """The grammar that an output has to follow."""
+
+    kind: str  # a key of sampling.structured: json, regex, grammar or choice
+    text: str  # a JSON schema, a regular expression, EBNF, or a JSON list of strings
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
@@ -36,6 +44,7 @@ class SamplingParams:
     n: int = 1  # samples of the prompt, each of which is a request
     logprobs: int | None = None  # alternatives of each output token, with its log probability
     prompt_logprobs: int | None = None  # alternatives of each prompt token but the first
+    structured: Structured | None = None  # the grammar of the output; None: any text
 
 
 class TokenLogprob(NamedTuple):

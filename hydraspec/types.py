@@ -26,6 +26,7 @@ from hydraspec_kernels.embedding.records import EncodedRows as EncodedRows
 from hydraspec_kernels.sampling.records import EVERYTHING
 from hydraspec_kernels.sampling.records import SamplingFlags as SamplingFlags
 from hydraspec_kernels.sampling.records import SlotRules as SlotRules
+from hydraspec_kernels.sampling.records import TokenMasks as TokenMasks
 from hydraspec_kernels.sampling.records import Verdict as Verdict
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from hydraspec.errors import NotFiniteError as NotFiniteError
 from hydraspec.errors import UserError as UserError
 from hydraspec.errors import WorkloadError as WorkloadError
 from hydraspec.parameters import SamplingParams as SamplingParams
+from hydraspec.parameters import Structured as Structured
 from hydraspec.parameters import TokenLogprob as TokenLogprob
 from hydraspec.pictures import Picture as Picture
 from hydraspec.prompts import IMAGE as IMAGE
@@ -73,6 +75,7 @@ class Request:
     after: int | None = None  # index of the previous turn, whose answer is waited for
     turn: int = 1  # number of the turn in its conversation, from 1
     thinking: bool | None = None  # the chat template's switch; None: as the template has it
+    may_reason: bool = False  # set by `Engine.tokenize`: a grammar leaves out a reasoning section
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
     pictures: tuple[Picture, ...] = ()  # of the image parts of messages; become spans and images
     error: str | None = None  # why it cannot be served; engines end it with this error
@@ -260,6 +263,7 @@ class StepPlan:
     continuations: Continuations | None = None  # drafts to verify, where the host proposes any
     images: tuple[ImageRows, ...] = ()  # rows of images
     next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
+    masks: TokenMasks | None = None  # of the requests with a grammar that sample
     scored: ScoredRows | None = None  # such a step runs eagerly, and every row through every layer
 
     @property

@@ -123,13 +123,14 @@ OWNERS = {
     "yaml": ["hydraspec/analysis/doctor/expected.py", "hydraspec/lab/*", "hydraspec/study/*"],
     "datasets": ["hydraspec/workloads/*"],
     "pyarrow": ["hydraspec/workloads/published.py"],
+    "xgrammar": ["hydraspec/engine/grammars.py"],
     "scipy": ["hydraspec/metrics/statistics.py"],
     "threadpoolctl": ["hydraspec/metrics/step_costs.py"],
     "jinja2": ["hydraspec/study/html.py"],
     "PIL": ["hydraspec/models/pictures/decoding.py"],
 }
 # Packages that are imported inside functions only.
-LAZY = {"PIL", "scipy", "wandb", "wandb_workspaces", "datasets", "pyarrow", "vllm"}
+LAZY = {"PIL", "scipy", "wandb", "wandb_workspaces", "datasets", "pyarrow", "vllm", "xgrammar"}
 
 
 def room_of(path: str) -> str:

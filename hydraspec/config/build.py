@@ -127,7 +127,7 @@ def check_key(path: str, value: object) -> None:
         if schema is Any:  # options: their keys are known once the method is
             return
         if not dataclasses.is_dataclass(schema):
-            if typing.get_origin(schema) is dict:
+            if _is_mapping(schema):
                 return
             own = ".".join(seen)
             allowed, remedy = f"{own} is a value itself", f"write {own}=<value>"
@@ -147,7 +147,13 @@ def in_mapping(path: str) -> bool:
         if not dataclasses.is_dataclass(schema):
             break
         schema = keys_of(typing.cast(type, schema)).get(part)
-    return typing.get_origin(schema) is dict
+    return _is_mapping(schema)
+
+
+def _is_mapping(kind: Any) -> bool:
+    """Returns whether values of a type are mappings, or may be."""
+    kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
+    return any(typing.get_origin(each) is dict for each in kinds)
 
 
 def _of_choices(schema: type, name: str) -> bool:
@@ -245,10 +251,12 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 def _convert(kind: Any, value: object, key: str) -> Any:
     declared = kind
+    if kind is Any:
+        return value
     if isinstance(kind, types.UnionType):
         first, *others = kind.__args__
-        if value is None and type(None) in others:
-            return None
+        if type(value) in others:  # None, or text in place of a mapping
+            return value
         for other in others:
             if issubclass(other, Enum) and value in [each.value for each in other]:
                 return other(value)

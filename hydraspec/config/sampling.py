@@ -9,6 +9,7 @@ from hydraspec.config.messages import refusal
 from hydraspec.config.ranges import SAMPLING_RANGES, entries, too_many_ends
 from hydraspec.config.rules import Rule
 from hydraspec.config.schema import RunConfig
+from hydraspec.config.structured import STRUCTURED_RULES
 from hydraspec.config.workloads import is_random
 
 LOGPROBS = ("logprobs", "prompt_logprobs")
@@ -89,4 +90,5 @@ SAMPLING_RULES = (
         "strings of one character or more",
         "holds an empty string",
     ),
+    *STRUCTURED_RULES,
 )

@@ -211,6 +211,16 @@ class CudagraphConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class StructuredConfig:
+    """sampling.structured: the grammar of outputs, one of these."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    grammar: str | None = None  # EBNF
+    choice: list[str] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
 class SamplingConfig:
     """sampling=…: sampling parameters of requests, unless their workload line gives others."""
 
@@ -233,6 +243,7 @@ class SamplingConfig:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: LogprobsMode = LogprobsMode.raw
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -49,6 +49,8 @@ class EngineInfo:
     # Of the target by kind, its "kv_cache" too if that is not in dtype; None: all is float.
     quantization: Mapping[str, str] | None = None
     eos_token_ids: list[int] = field(default_factory=list)  # that min_tokens bans
+    # Time of the host for grammars, see engine.grammars.GrammarCosts; None: no request has any.
+    grammars: Mapping[str, float | int | None] | None = None
     costs: CostTable | None = None  # decode step costs, if K is chosen by these
     warnings: list[str] = field(default_factory=list)
 
@@ -170,7 +172,16 @@ class Engine(ABC):
         logits = self.next_token_logits(token_ids, **given)
         if logits is None or not has_rules(sampling):
             return logits
-        return constrained_row(logits, token_ids, num_prompt, sampling, self.info.eos_token_ids)
+        found = constrained_row(logits, token_ids, num_prompt, sampling, self.info.eos_token_ids)
+        allowed = self.allowed_tokens(sampling, token_ids, num_prompt)
+        return found if allowed is None else np.where(allowed, found, -np.inf)
+
+    def allowed_tokens(
+        self, sampling: SamplingParams, token_ids: Sequence[int], num_prompt: int
+    ) -> np.ndarray | None:
+        """Tokens [V] (bool) that a request's grammar allows after `token_ids`, of which the first
+        num_prompt are its prompt; None: it has no grammar, or the engine follows none."""
+        return None
 
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
         """Breakdown of a decode step's wall time, from a separate short run over tokenised

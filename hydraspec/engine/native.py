@@ -19,6 +19,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
 from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.grammars import Grammars
 from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
@@ -60,9 +61,16 @@ class NativeEngine(Engine):
     """Continuous batching over a paged, hybrid KV cache; each step verifies drafts and proposes the
     next."""
 
-    def __init__(self, config: RunConfig, loaded: Loaded | None = None) -> None:
-        """Load what `config` names, or wrap parts that are loaded already (`baseline` does)."""
+    def __init__(
+        self, config: RunConfig, loaded: Loaded | None = None, grammars: Grammars | None = None
+    ) -> None:
+        """Load what `config` names, or wrap parts that are loaded already, and grammars that are
+        compiled for the same tokenizer (`baseline` does)."""
         self.parts = loaded or load(config)
+        target = self.parts.target
+        self._grammars = grammars or Grammars(
+            self.parts.tokenizer, target.vocab_size, target.eos_token_ids
+        )
         self._watch = current().watch
         self._scheduler = self.parts.scheduler
         decode = self.parts.tokenizer.decode if self.parts.tokenizer else None
@@ -94,6 +102,8 @@ class NativeEngine(Engine):
         info, graphs = self.parts.info, self.parts.runner.graphs
         if self._scheduler.draft_lengths is not None:
             info = replace(info, costs=self._scheduler.draft_lengths.costs)
+        if self._grammars.costs.compile_ms:
+            info = replace(info, grammars=self._grammars.costs.as_json())
         if graphs is None:
             return info
         memory_bytes = {**info.memory_bytes, "graphs": graphs.num_bytes}
@@ -135,6 +145,7 @@ class NativeEngine(Engine):
                     sequence = history.offer(Sequence, request, offered_at)
                     if sequence.spans and (fault := images.fault(sequence.spans)):
                         sequence.fail(fault)
+                    sequence.grammar = self._grammars.of(sequence.request)
                     self._scheduler.add(sequence)
                 if cancelled := admission.cancelled():
                     self._scheduler.cancel(cancelled)
@@ -169,7 +180,7 @@ class NativeEngine(Engine):
         if not flights:
             clock.start()
         with clock("schedule"):
-            scheduled, plan = self._schedule()
+            scheduled, plan = ([], None) if self._awaits_drafts() else self._schedule()
         if plan is not None:
             with clock("launch"), runner.clock("device"):
                 launched = runner.launch(plan)
@@ -183,6 +194,15 @@ class NativeEngine(Engine):
         collected = self._collector.collect(flight, clock)
         clock.start(flight.launch_ms)  # a step that is in flight is timed from here
         return collected
+
+    def _awaits_drafts(self) -> bool:
+        """Returns whether the next step's masks need results in flight: the drafts of a request
+        with a grammar, which is followed along them before the launch (docs/adr/0051)."""
+        return any(
+            item.samples and item.sequence.grammar is not None
+            for flight in self._in_flight
+            for item in flight.scheduled
+        )
 
     def _schedule(self) -> tuple[list[Scheduled], StepPlan | None]:
         """The next step's shares of sequences, and its plan (None: nothing to run). Writes the
@@ -238,7 +258,13 @@ class NativeEngine(Engine):
         tokenize(requests, self.parts.tokenizer, info, config.checkpoint, form)
         if self._num_stages > 1:
             why = "pipeline stages hand over tokens alone"
-            refuse_sampling(requests, dict.fromkeys(LOGPROBS, why))
+            refuse_sampling(requests, dict.fromkeys((*LOGPROBS, "structured"), why))
+        self._grammars.check(requests, self.parts.config)
+
+    def allowed_tokens(
+        self, sampling: SamplingParams, token_ids: Seq[int], num_prompt: int
+    ) -> np.ndarray | None:
+        return self._grammars.allowed_after(sampling, token_ids, num_prompt)
 
     def prepare(self, requests: Seq[Request]) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by
@@ -313,7 +339,7 @@ class NativeEngine(Engine):
 
     def baseline(self) -> NativeEngine:
         parts = load_baseline(self.parts)
-        return NativeEngine(parts.config, parts)
+        return NativeEngine(parts.config, parts, self._grammars)
 
     def plain_cache(self) -> NativeEngine | None:
         parts = load_plain(self.parts)

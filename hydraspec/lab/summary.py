@@ -16,6 +16,7 @@ from hydraspec.lab.rounds import Measured, Measurement
 from hydraspec.metrics import assessment
 from hydraspec.metrics.accuracy import accuracy
 from hydraspec.metrics.files import Json, plain
+from hydraspec.metrics.grammars import Grammars
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, cost_ratio, finished_pairs, measured_speedup, speedup
 from hydraspec.metrics.sinks import OF_BASELINE, request_row
@@ -238,5 +239,6 @@ def _settings(config: RunConfig, info: EngineInfo, requests: Sequence[Request]) 
         "devices": info.devices or [info.device],
         "seed": config.seed,
         "quantization": quantization(info),
+        "grammars": cast(Grammars | None, plain(info.grammars)),
         "draft_spec": info.draft_spec,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypedDict
 
+from hydraspec.metrics.grammars import Grammars
 from hydraspec.metrics.kv_agreement import KVCacheAgreement
 from hydraspec.metrics.survival import DraftSurvival
 
@@ -295,6 +296,7 @@ class Settings(TypedDict):
     devices: list[str]
     seed: int
     quantization: Quantization
+    grammars: NotRequired[Grammars | None]  # runs of earlier versions lack it
     draft_spec: dict[str, object] | None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from hydraspec.errors import CheckpointError, WorkloadError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = (("<think>", "</think>"), ("<|channel>", "<channel|>"))  # in released templates
 THINKING = ("enable_thinking", "thinking")  # the switch's names in released templates
 MAX_CHARACTERS = 1 << 24  # of a prompt rendered by a chat template
 MAX_FILE_BYTES = 1 << 28  # of each file of a tokenizer: the largest released have 40 MB
@@ -91,6 +92,29 @@ class Tokenizer:
         """The chat template; None if the tokenizer has none, or several."""
         template = getattr(self._inner, "chat_template", None)
         return template if isinstance(template, str) else None
+
+    @property
+    def inner(self) -> Any:
+        """The transformers tokenizer, for libraries that read one."""
+        return self._inner
+
+    @property
+    def special_token_ids(self) -> set[int]:
+        """Ids that `decode` leaves out."""
+        added = self._inner.added_tokens_decoder
+        named = {token_id for token_id, token in added.items() if token.special}
+        return named | set(self._inner.all_special_ids)
+
+    @property
+    def reasoning_markers(self) -> tuple[int, int] | None:
+        """The tokens that begin and end a reasoning section, where the chat template has such
+        sections and each is one token; else None."""
+        template = json.dumps(getattr(self._inner, "chat_template", None) or "")
+        for pair in REASONING:
+            if any(marker in template for marker in pair) and all(map(self.knows, pair)):
+                first, last = (self._inner.convert_tokens_to_ids(marker) for marker in pair)
+                return first, last
+        return None
 
     @property
     def bos_token_id(self) -> int | None:

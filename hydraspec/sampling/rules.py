@@ -14,7 +14,7 @@ from hydraspec_kernels.sampling.rules import constrained
 from torch import Tensor
 
 from hydraspec.parameters import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS
-from hydraspec.types import SamplingParams, SlotRules
+from hydraspec.types import SamplingParams, SlotRules, TokenMasks
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -38,13 +38,21 @@ def early_ends(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> list[i
     return sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)})
 
 
+def has_mask(sampling: SamplingParams) -> bool:
+    """Returns whether a grammar says at each step which tokens are allowed."""
+    return sampling.structured is not None
+
+
 def has_rules(sampling: SamplingParams) -> bool:
     """Returns whether logits change before temperature and truncation."""
-    return has_penalties(sampling) or has_biases(sampling)
+    return has_penalties(sampling) or has_biases(sampling) or has_mask(sampling)
 
 
-def new_slot_rules(num_slots: int, device: torch.device) -> SlotRules:
+def new_slot_rules(
+    num_slots: int, num_speculative_tokens: int, vocab_size: int, device: torch.device
+) -> SlotRules:
     """Rules of `num_slots` slots that change nothing."""
+    places = num_speculative_tokens + 1, num_words(vocab_size)
 
     def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.full((num_slots, *shape), value, dtype=dtype, device=device)
@@ -59,6 +67,7 @@ def new_slot_rules(num_slots: int, device: torch.device) -> SlotRules:
         num_least=filled(),
         end_ids=filled(MAX_ENDS, value=-1),
         bad_words=filled(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, value=-1),
+        masks=filled(*places, value=-1, dtype=torch.int32),
     )
 
 
@@ -89,6 +98,22 @@ class RuleWriter:
         ends = early_ends(sampling, self.eos_token_ids)
         _copy(rules.end_ids[slot], _padded(ends, MAX_ENDS, -1))
         _copy(rules.bad_words[slot], _words(sampling.bad_words))
+        rules.masks[slot].fill_(-1)
+
+
+def write_masks(rules: SlotRules, found: TokenMasks) -> None:
+    """Write the masks of a step. The host does not wait."""
+    words, rows = torch.from_numpy(found.words), torch.from_numpy(found.rows)
+    if rules.masks.is_cuda:
+        device = rules.masks.device
+        words = words.pin_memory().to(device, non_blocking=True)
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    rules.masks.view(-1, rules.masks.shape[-1]).index_copy_(0, rows, words)
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of 32 bits that have a bit for each token."""
+    return -(-vocab_size // 32)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,8 +138,9 @@ def constrained_row(
     eos_token_ids: Iterable[int],
 ) -> np.ndarray:
     """Logits [V] after token_ids, of which the first num_prompt are the prompt, under a request's
-    rules."""
-    rules = new_slot_rules(2, torch.device("cpu"))  # the last slot belongs to no request
+    rules, but its grammar."""
+    # The last slot belongs to no request.
+    rules = new_slot_rules(2, 0, len(logits), torch.device("cpu"))
     RuleWriter(rules, tuple(eos_token_ids)).write(0, sampling, num_prompt)
     length = len(token_ids)
     row = _OneRow(

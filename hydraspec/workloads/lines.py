@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydraspec.config import structured
 from hydraspec.config.ranges import MAX_INT64, SAMPLING_RANGES, Range, entries, too_many_ends
 from hydraspec.types import Picture, Request, SamplingParams, WorkloadError
 from hydraspec.workloads.messages import check_order, parse_messages
@@ -22,7 +23,7 @@ MAX_META_DEPTH = 50  # levels; deeper nesting could not be written to requests.j
 SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("stop", "stop_token_ids", "ignore_eos", "min_tokens", "n"),
-    *("logprobs", "prompt_logprobs"),
+    *("logprobs", "prompt_logprobs", "structured"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
 )
 
@@ -278,6 +279,9 @@ class _Line:
         if sampling.n > 1 and sampling.temperature == 0:
             allowed = "1 at temperature 0, where all samples are the same"
             self.refuse("sampling.n", sampling.n, allowed)
+        if key := structured.clash(sampling):
+            allowed = f"{structured.BESIDE[key]} beside sampling.structured"
+            self.refuse(f"sampling.{key}", getattr(sampling, key), allowed)
         return sampling
 
     def check_sampling(self, key: str, value: Any) -> None:
@@ -286,6 +290,10 @@ class _Line:
             self.within(name, key, value)
             return
         self.checked(name, value)
+        if key == "structured":
+            self.refuse_unknown(value, tuple(structured.ALLOWED), f"{name}.")
+            if (wrong := structured.misuse(value)) is not None:
+                self.refuse(f"{name}{wrong.place}", wrong.value, wrong.allowed)
         for place, known, entry in entries(key, value):
             self.inside(f"{name}{place}", known, entry)
 
@@ -303,6 +311,8 @@ def as_params(key: str, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value)
     if key == "logit_bias":
         return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
+    if key == "structured":
+        return structured.as_structured(value)
     return tuple(map(tuple, value)) if key == "bad_words" else value
 
 
@@ -361,6 +371,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, dict),
         'an object of biases by token id: {"42": -1.5}',
     ),
+    "sampling.structured": (lambda value: isinstance(value, dict), "a JSON object"),
     "sampling.bad_words": (
         lambda value: isinstance(value, list) and all(isinstance(word, list) for word in value),
         "a list of lists of token ids: [[42], [7, 8]]",

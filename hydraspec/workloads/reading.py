@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from hydraspec.config.schema import (
     Weights,
     WorkloadConfig,
 )
+from hydraspec.config.structured import by_kind
 from hydraspec.config.workloads import DRAWN, is_random
 from hydraspec.types import Request, SamplingParams, WorkloadError
 from hydraspec.workloads import drawn, published
@@ -217,12 +218,12 @@ def _overridden(config: SamplingConfig, requests: Sequence[Request]) -> list[str
     """Warnings of sampling keys that differ from the choice's values, and that every request
     overrides."""
     own, given = packaged("sampling", config.name), default_sampling(config, seed=0)
+    values = asdict(config)
     return [
-        f"sampling.{key}={show(getattr(config, key))} has no effect: "
-        "every line of the workload has its own"
+        f"sampling.{key}={show(values[key])} has no effect: every line of the workload has its own"
         for key, value in own.items()
         if hasattr(given, key)  # lines have it too
-        and getattr(config, key) != value
+        and values[key] != value
         and all(getattr(r.sampling, key) != getattr(given, key) for r in requests)
     ]
 
@@ -271,6 +272,7 @@ def default_sampling(config: SamplingConfig, *, seed: int) -> SamplingParams:
         n=config.n,
         logprobs=config.logprobs,
         prompt_logprobs=config.prompt_logprobs,
+        structured=as_params("structured", by_kind(config.structured)),
     )
 
 

@@ -73,7 +73,7 @@ def test_every_package_that_is_imported_is_declared():
     found -= {*sys.stdlib_module_names, "hydraspec", "hydraspec_kernels"}
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    used = ("oracle", "reports", "workloads")
+    used = ("grammar", "oracle", "reports", "workloads")
     written = [*project["dependencies"], *(text for name in used for text in extras[name])]
     declared = {re.split(r"[^\w-]", text, maxsplit=1)[0] for text in written}
     assert {DISTRIBUTIONS.get(name, name) for name in found} - declared == INSTALLED_BY_THE_USER

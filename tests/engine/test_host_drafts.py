@@ -59,6 +59,7 @@ def written(
     state = new_request_state(
         num_slots=2,
         max_model_len=len(known) + 10,
+        vocab_size=100,
         num_speculative_tokens=K,
         draft_vocab_size=None,
         device=torch.device("cpu"),

@@ -62,7 +62,7 @@ def windows(make_step: Callable[..., Any]) -> Callable[..., Any]:
         state = replace(
             step.state,
             token_ids=torch.randint(0, VOCAB, (num_slots, 32)),
-            rules=new_slot_rules(num_slots, torch.device("cpu")),
+            rules=new_slot_rules(num_slots, K, VOCAB, torch.device("cpu")),
         )
         writer = RuleWriter(state.rules, (EOS,))
         settings = [drawn_rules(rng, text) for text in texts]
@@ -102,7 +102,7 @@ def test_rules_are_those_of_transformers_at_every_draft(windows: Callable[..., A
 def test_slots_without_rules_keep_their_logits(windows: Callable[..., Any]) -> None:
     """Bit for bit, beside requests with rules, also with flags that are true without need."""
     step, _ = windows(np.random.default_rng(1), 4)
-    plain = new_slot_rules(len(step.state.num_computed), torch.device("cpu"))
+    plain = new_slot_rules(len(step.state.num_computed), K, VOCAB, torch.device("cpu"))
     found = constrained(step.logits, step.batch, step.state, plain, EVERYTHING)
     assert torch.equal(found.nan_to_num(7.0), step.logits.nan_to_num(7.0))
     assert found.data_ptr() != step.logits.data_ptr()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hydraspec.engine.base import EngineInfo
 from hydraspec.engine.finish import FinishCheck
+from hydraspec.engine.grammars import NO_TOKEN
 from hydraspec.engine.run.draft_check import check_draft_ids
 from hydraspec.engine.run.logprobs import note_logprobs, note_prompt_logprobs
 from hydraspec.engine.run.results import LaunchedStep
@@ -84,6 +85,8 @@ class Collector:
                 self._scheduler.step_drafts.observe(item, requests[-1].num_accepted)
             note_logprobs(item, result, place, requests[-1].output_token_ids)
             sequence.survivals = survivals[place]
+            if result.next_tokens is not None:
+                sequence.next_tokens = result.next_tokens[place].tolist()
             sequence.num_worthwhile = self._num_worthwhile(survivals[place])
             if len(valid) < len(emitted) and sequence.finish_reason is None:
                 found = self._not_finite(sequence)
@@ -140,7 +143,11 @@ class Collector:
         num_accepted = max(0, len(emitted) - 1)
         num_rejected = item.num_drafts - num_accepted if emitted else 0
         sequence.num_computed += item.num_rows - num_rejected
-        kept = self._finish.append(sequence, valid)
+        grammar = sequence.grammar
+        allowed = valid if grammar is None else grammar.accept(valid)
+        kept = self._finish.append(sequence, allowed)
+        if len(allowed) < len(valid) and sequence.finish_reason is None:
+            sequence.fail(NO_TOKEN)
         if kept:
             sequence.decoding = True
             sequence.note_tokens(now)

@@ -28,6 +28,7 @@ from hydraspec.engine.run.results import (
     MoreResults,
     ResultRing,
     StepOutputs,
+    next_drafts,
     packed_results,
 )
 from hydraspec.engine.run.runner import Runner
@@ -46,6 +47,7 @@ from hydraspec.graphs.modes import NONE
 from hydraspec.models.base import TargetModel
 from hydraspec.models.needed_rows import padded_needed_rows
 from hydraspec.parallel.control import ALONE, Control
+from hydraspec.sampling.rules import write_masks
 from hydraspec.sampling.verifier import Verifier
 from hydraspec.speculators.base import BaseSpeculator, DraftGraphs
 from hydraspec.types import (
@@ -296,6 +298,9 @@ class DeviceRunner(Runner):
         """Start a step, in two parts where only its decodes have a graph; returns before it has
         run."""
         self.place_drafts(plan)
+        if plan.masks is not None:
+            assert self.state.rules is not None
+            write_masks(self.state.rules, plan.masks)
         self._scored = None
         *first, last = self._split(plan)
         # Graphs share memory: the next one may write where these results are.
@@ -307,6 +312,8 @@ class DeviceRunner(Runner):
         by_slot = {}
         if self.state.draft_survivals is not None:
             by_slot["next_survivals"] = self.state.draft_survivals
+        if plan.masks is not None and self._rows > 1 and not self.speculator.drafts_on_host:
+            by_slot["next_tokens"] = next_drafts(self.state, self._rows - 1)
         if plan.flags.any_logprobs and self.state.logprobs is not None:
             by_slot["logprobs"] = self.state.logprobs
         if not by_slot and self._scored is None:

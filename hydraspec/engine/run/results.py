@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydraspec.parallel.ranks import current
-from hydraspec.types import Batch, Draft, TargetStep, Verdict
+from hydraspec.types import Batch, Draft, RequestState, TargetStep, Verdict
 
 RESULT_RING = 4  # launches whose results may be under way at once
 
@@ -43,6 +43,7 @@ class StepResult:
     not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
     draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
     next_survivals: np.ndarray | None = None  # [B, K] float32, see Draft, of those proposed next
+    next_tokens: np.ndarray | None = None  # [B, K] int64 drafts for the next step, or -1
     logprobs: np.ndarray | None = None  # [B, K+1, 1+2M] float32 of tokens, see sampling.logprobs
     prompt_logprobs: np.ndarray | None = None  # [R, 1+2M] float32, see ScoredRows
 
@@ -86,6 +87,12 @@ class MoreResults:
     slots: np.ndarray  # [B] of the step's requests
     by_slot: Mapping[str, Tensor]  # [S, any] in the state, by field of StepResult
     prompt_logprobs: Tensor | None = None  # [R, 1+2M], see StepResult
+
+
+def next_drafts(state: RequestState, num_speculative_tokens: int) -> Tensor:
+    """Drafts [S, K] after each slot's newest token."""
+    ahead = torch.arange(1, num_speculative_tokens + 1, device=state.num_computed.device)
+    return state.token_ids.gather(1, state.num_computed.unsqueeze(1) + ahead)
 
 
 class ResultRing:
@@ -144,7 +151,7 @@ class ResultRing:
         kept, copied = self._by_slot[place], {}
         for name, of in ({} if more is None else more.by_slot).items():
             if name not in kept:
-                kept[name] = torch.zeros(of.shape, pin_memory=self._is_cuda)
+                kept[name] = torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._is_cuda)
             copied[name] = kept[name].copy_(of, non_blocking=True)
         return copied
 

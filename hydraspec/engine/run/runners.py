@@ -42,10 +42,11 @@ def build_runner(
 ) -> DeviceRunner:
     """The runner of these models' steps. activation_bytes: as in RunnerLimits."""
     config, target, speculator = models.config, models.target, models.speculator
-    num_drafts = speculator.num_speculative_tokens
+    num_drafts, most = speculator.num_speculative_tokens, config.engine.max_num_seqs
     state = new_request_state(
-        num_slots=config.engine.max_num_seqs,
+        num_slots=most,
         max_model_len=models.max_model_len,
+        vocab_size=target.vocab_size,
         num_speculative_tokens=num_drafts,
         draft_vocab_size=speculator.draft_vocab_size,
         device=target.device,
@@ -58,7 +59,6 @@ def build_runner(
         synthetic_acceptance_length=config.method.synthetic_acceptance_length,
         vocabulary=target.vocabulary,
     )
-    most = config.engine.max_num_seqs
     limits = RunnerLimits(
         max_num_seqs=most,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
@@ -74,10 +74,7 @@ def build_runner(
         activation_bytes=activation_bytes,
         vocab_size=target.vocab_size,
     )
-    kind = DeviceRunner
-    if models.link is not None:
-        kind = LastStageRunner if target.stage.is_last else EarlierStageRunner
-    runner = kind(
+    runner = _kind(models)(
         *(target, speculator, verifier, kv, state),
         limits=limits,
         modes=modes,
@@ -89,6 +86,12 @@ def build_runner(
     if models.link is not None:
         runner.io = StageIO.of(models)
     return runner
+
+
+def _kind(models: Models) -> type[DeviceRunner]:
+    if models.link is None:
+        return DeviceRunner
+    return LastStageRunner if models.target.stage.is_last else EarlierStageRunner
 
 
 def launch_bound_rows(hidden_size: int) -> int:

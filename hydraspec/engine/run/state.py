@@ -17,6 +17,7 @@ def new_request_state(
     *,
     num_slots: int,
     max_model_len: int,
+    vocab_size: int,
     num_speculative_tokens: int,
     draft_vocab_size: int | None,
     device: torch.device,
@@ -49,7 +50,7 @@ def new_request_state(
         draft_probs=probs,
         draft_vocab_map=draft_vocab_map,
         draft_survivals=survivals,
-        rules=new_slot_rules(num_slots, device),
+        rules=new_slot_rules(num_slots, num_speculative_tokens, vocab_size, device),
         logprobs=torch.zeros(num_slots, num_speculative_tokens + 1, WIDTH, device=device),
     )
 

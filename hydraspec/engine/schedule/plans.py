@@ -20,6 +20,7 @@ from hydraspec.types import (
     RowSegment,
     ScoredRows,
     StepPlan,
+    TokenMasks,
     image_rows,
 )
 
@@ -71,6 +72,7 @@ class PlanBuilder:
             continuations=_continuations(scheduled, self._num_speculative_tokens),
             images=_image_rows(scheduled, 0),
             next_images=_image_rows(scheduled, 1),
+            masks=_masks(scheduled, self._num_speculative_tokens),
             scored=_scored(scheduled),
         )
 
@@ -110,6 +112,18 @@ def _image_rows(scheduled: Sequence[Scheduled], ahead: int) -> tuple[ImageRows, 
             found += image_rows(item.sequence.spans, start, item.num_rows, row)
         row += item.num_rows
     return tuple(found)
+
+
+def _masks(scheduled: Sequence[Scheduled], k: int) -> TokenMasks | None:
+    """Tokens that the grammars of requests allow after each of their drafts; None: no grammar."""
+    rows, words = list[int](), list[np.ndarray]()
+    for item in scheduled:
+        grammar = item.sequence.grammar
+        if grammar is not None and item.samples:
+            words.append(grammar.masks(item.known_drafts()))
+            first = item.sequence.slot * (k + 1)
+            rows += range(first, first + len(words[-1]))
+    return TokenMasks(rows=np.array(rows), words=np.concatenate(words)) if rows else None
 
 
 def _scored(scheduled: Sequence[Scheduled]) -> ScoredRows | None:

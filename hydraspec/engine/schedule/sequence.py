@@ -11,6 +11,7 @@ from hydraspec_kernels.attention import MOST_FUSED_ROWS
 
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import OfferedRequest
+from hydraspec.engine.grammars import RequestGrammar
 from hydraspec.speculators.host import DraftedText
 from hydraspec.types import Span
 
@@ -33,6 +34,8 @@ class Sequence(OfferedRequest):
     num_proposed: int = 0  # drafts that this may give the next step
     acceptance: float = 0.0  # share of them that recent steps accepted,
     num_judged: float = 0.0  # and the number of these steps
+    grammar: RequestGrammar | None = None  # of the output, after the results that have arrived
+    next_tokens: list[int] = field(default_factory=list)  # its next drafts, with a grammar
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
 
     @property
@@ -77,6 +80,7 @@ class Sequence(OfferedRequest):
         """Reset after the sequence's blocks are lost: it is read again from its first token."""
         self.num_computed = 0
         self.decoding = False
+        self.next_tokens = []
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +104,11 @@ class Scheduled:
     def seq_len(self) -> int:
         """Tokens in the cache with its rows; an upper bound while drafts are in flight."""
         return self.num_computed + self.num_rows
+
+    def known_drafts(self) -> list[int]:
+        """The drafts under verification, known where no step is in flight; -1: none."""
+        found = self.sequence.continuation or self.sequence.next_tokens
+        return [*found, *[-1] * self.num_drafts][: self.num_drafts]
 
     def score(self) -> range:
         """Set and return `scored`, for the step's plan."""

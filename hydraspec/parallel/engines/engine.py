@@ -146,6 +146,11 @@ class ParallelEngine(Engine):
         with self._called("next_token_logits", [request]) as engine:
             return engine.next_token_logits(token_ids, spans, images)
 
+    def allowed_tokens(
+        self, sampling: SamplingParams, token_ids: Sequence[int], num_prompt: int
+    ) -> np.ndarray | None:
+        return self._engine.allowed_tokens(sampling, token_ids, num_prompt)
+
     def profile_step(self, requests: Sequence[Request]) -> StepProfile | None:
         """See Engine; only rank 0's replica is measured."""
         with self._called("profile_step", requests) as engine:

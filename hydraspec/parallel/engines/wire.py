@@ -18,6 +18,7 @@ from hydraspec.types import (
     SamplingParams,
     Span,
     StepRecord,
+    Structured,
     TokenLogprob,
     images_of,
 )
@@ -34,7 +35,10 @@ def from_requests(requests: Sequence[Request]) -> Plain:
     """Plain data of tokenised requests: the fields that an engine reads, but images, which travel
     apart."""
     return [
-        [r.index, r.id, from_prompt(r.tokens), asdict(r.sampling), r.arrival_s, r.after, r.error]
+        [
+            *(r.index, r.id, from_prompt(r.tokens), asdict(r.sampling)),
+            *(r.arrival_s, r.after, r.error, r.may_reason),
+        ]
         for r in requests
     ]
 
@@ -53,8 +57,9 @@ def to_requests(data: Plain, images: Mapping[str, Image]) -> list[Request]:
             arrival_s=arrival_s,
             after=after,
             error=error,
+            may_reason=may_reason,
         )
-        for index, id_, prompt, sampling, arrival_s, after, error in data
+        for index, id_, prompt, sampling, arrival_s, after, error, may_reason in data
     ]
 
 
@@ -102,6 +107,8 @@ def _sampling(data: Plain) -> SamplingParams:
     sampling.stop_token_ids = tuple(sampling.stop_token_ids)
     sampling.logit_bias = tuple((token, bias) for token, bias in sampling.logit_bias)
     sampling.bad_words = tuple(tuple(word) for word in sampling.bad_words)
+    if data["structured"] is not None:
+        sampling.structured = Structured(**data["structured"])
     return sampling
 
 

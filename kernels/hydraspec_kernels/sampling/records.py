@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -26,12 +27,13 @@ class SamplingFlags:
     any_min_p: bool = True
     any_penalties: bool = True  # presence, frequency or repetition
     any_biases: bool = True  # logit_bias, bad_words or min_tokens
+    any_masks: bool = True  # tokens are allowed by SlotRules.masks
     any_logprobs: bool = True  # log probabilities of sampled tokens are kept
 
     @property
     def any_rules(self) -> bool:
         """Returns whether logits of some request may change before anything else reads them."""
-        return self.any_penalties or self.any_biases
+        return self.any_penalties or self.any_biases or self.any_masks
 
     @property
     def any_truncation(self) -> bool:
@@ -54,8 +56,8 @@ class SamplingTensors:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SlotRules:
-    """Rules on the logits of each slot's request, which do not change while it runs. Slots without
-    rules, the last one among them, have values that change nothing.
+    """Rules on the logits of each slot's request, which do not change while it runs unless they say
+    so. Slots without rules, the last one among them, have values that change nothing.
 
     Letters beside the module's: M biases, E ending tokens, W bad words of at most C tokens.
     """
@@ -69,6 +71,17 @@ class SlotRules:
     num_least: Tensor  # [S] tokens of prompt and output before which no ending token is sampled
     end_ids: Tensor  # [S, E], -1 where there is none
     bad_words: Tensor  # [S, W, C], aligned right after -1; -1 alone where there is none
+    # [S, K+1, ceil(V / 32)] int32: the tokens that a grammar allows after so many drafts of a step,
+    # token 32 i + j as bit j of word i. The one rule that changes from step to step.
+    masks: Tensor
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TokenMasks:
+    """Tokens that grammars allow in a step, in host memory, as SlotRules.masks has them."""
+
+    rows: np.ndarray  # [R] int64: slot * (K+1) + drafts before the token
+    words: np.ndarray  # [R, ceil(V / 32)] int32
 
 
 class SlotSampling(Protocol):

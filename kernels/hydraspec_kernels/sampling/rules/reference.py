@@ -46,6 +46,8 @@ def constrained_reference(
         _ban_words(logits, places, state, rules)
     if flags.any_penalties:
         logits = _penalised(logits, batch, places, state, rules)
+    if flags.any_masks:
+        _ban_unmasked(logits, places, rules)
     return logits
 
 
@@ -86,6 +88,16 @@ def _ban_words(logits: Tensor, places: RowPlaces, state: SlotTokens, rules: Slot
     newest = _tokens_at(state, places.slot, position.clamp(min=0))
     newest = torch.where(position < 0, -2, newest).unsqueeze(1)  # equals no part of a word
     _ban(logits, last, ((before == newest) | (before < 0)).all(-1) & (last >= 0))
+
+
+def _ban_unmasked(logits: Tensor, places: RowPlaces, rules: SlotRules) -> None:
+    """Bans the tokens whose bits are 0."""
+    num_places, num_words = rules.masks.shape[1:]
+    row = places.slot * num_places + places.num_drafts
+    words = rules.masks.view(-1, num_words).index_select(0, row)
+    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_allowed = ((words.unsqueeze(2) >> bit) & 1).flatten(1)[:, : logits.shape[1]]
+    logits.masked_fill_(is_allowed == 0, -torch.inf)
 
 
 def _ban(logits: Tensor, ids: Tensor, is_banned: Tensor) -> None:
