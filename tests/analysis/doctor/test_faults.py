@@ -26,7 +26,7 @@ FEW = 6
 SLICE = {  # the others are in the slow test
     "eagle": ("swapped fc blocks",),
     "gemma4_mtp": ("unscaled embedding",),
-    "dflash": ("another mask token",),
+    "dflash": ("hidden_norm left out",),
     "dspark": ("reversed target layers",),
 }
 ALL_FAULTS = (*FAULTS, *block_faults.FAULTS)
