@@ -10,7 +10,7 @@ from typing import Any
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.rules import Rule
 from hydraspec.config.schema import RunConfig, StructuredConfig, Verification
-from hydraspec.types import SamplingParams, Structured
+from hydraspec.parameters import SamplingParams, Structured
 
 ALLOWED = {  # by kind
     "json": "a JSON schema: an object, or one as text",
