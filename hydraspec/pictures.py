@@ -6,8 +6,12 @@ import base64
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+if (
+    TYPE_CHECKING
+):  # the configuration reads a constant of this module, and is composed without numpy
+    import numpy as np
 
 MAX_PICTURE_BYTES = 1 << 25  # of an encoded picture
 MAX_SOFT_TOKENS = (70, 140, 280, 560, 1120)  # numbers of tokens that Gemma 4 may make of a picture
@@ -25,10 +29,9 @@ class Picture:
 def png(pixels: np.ndarray) -> bytes:
     """A PNG file (ISO/IEC 15948) of pixels [height, width, 3] uint8."""
     height, width, _ = pixels.shape
-    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # each begins with its filter, 0: none
-    rows[:, 1:] = pixels.reshape(height, -1)
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # each begins with its filter: none
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = zlib.compress(rows.tobytes(), 9)
+    data = zlib.compress(rows, 9)
     chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in chunks)
 
