@@ -74,7 +74,8 @@ def test_all_spellings_of_a_verb_are_one_command(
     that is another verb's, or that is missing."""
     said = ended(lambda: command(verb, *typed), capsys)
     assert said[0] == (0 if typed == ["--help"] else 2)
-    monkeypatch.delitem(sys.modules, f"hydraspec.{verb}", raising=False)
+    for module in (f"hydraspec.{verb}", "hydraspec.__main__"):  # else runpy warns of them
+        monkeypatch.delitem(sys.modules, module, raising=False)
     for module, argv in (("hydraspec", [verb, *typed]), (f"hydraspec.{verb}", typed)):
         monkeypatch.setattr(sys, "argv", [module, *argv])
         program = partial(runpy.run_module, module, run_name="__main__")
