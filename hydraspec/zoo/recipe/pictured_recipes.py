@@ -11,10 +11,10 @@ from hydraspec.zoo.recipe.assistant_recipes import AssistantRecipe
 from hydraspec.zoo.recipe.draft_heads import LayerShape
 from hydraspec.zoo.recipe.recipes import (
     GEMMA4_COMMON,
+    TARGETS,
     DraftRecipe,
     TargetRecipe,
     Training,
-    layer_types,
 )
 
 NAME = "tiny_gemma4_images"
@@ -47,13 +47,7 @@ VISION: dict[str, Any] = {
 # sliding layers.
 TEXT: dict[str, Any] = {
     **GEMMA4_COMMON,
-    "hidden_size": 96,
-    "intermediate_size": 224,
-    "num_hidden_layers": 12,
-    "layer_types": layer_types(12, 6),
-    "num_key_value_heads": 2,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
+    **TARGETS[START].shape,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
     "use_bidirectional_attention": "vision",
