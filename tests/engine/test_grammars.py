@@ -6,19 +6,17 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from drawn_schemas import drawn_schema, is_valid
 from graph_runs import attention_as_on_devices, graph_config, make_graph_engine
 from grids import slow_unless
 from recorded_graphs import RecordedOps
 from thread_ranks import as_ranks
+from zoo_engines import engine_of
 
-from hydraspec.cli.compose import plan
 from hydraspec.config.structured import as_structured
 from hydraspec.engine.grammars import GrammarCosts, RequestGrammar
 from hydraspec.engine.native import NativeEngine
@@ -63,13 +61,6 @@ OTHERS = (
     {"json": RECORD},
     {},  # no grammar
 )
-
-
-@cache
-def engine_of(target: str, method: str, *typed: str) -> NativeEngine:
-    torch.set_num_threads(1)
-    given = [f"target={target}", f"method={method}", "cudagraph=none", *typed]
-    return NativeEngine(plan(["target.dtype=float32", *given]).jobs[0].config)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,9 +18,9 @@ import pytest
 import torch
 from hydraspec_kernels.sampling.rules import reference
 from scipy.stats import chi2
+from zoo_engines import engine_of
 
 from hydraspec.adapters.transformers.rules import processors
-from hydraspec.cli.compose import plan
 from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
@@ -39,13 +39,6 @@ DRAFTERS = {  # every kind, by the target that it drafts for
 IN_EVERY_SUITE = ("eagle3",)
 ALPHA, NUM_REQUESTS, LENGTH, MOST_LIKELY = 1e-4, 1_200, 3, 4
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 10, 11, 9, 9], [40, 41, 42, 43, 44])
-
-
-@cache
-def engine_of(target: str, method: str, *typed: str) -> NativeEngine:
-    torch.set_num_threads(1)
-    given = [f"target={target}", f"method={method}", "cudagraph=none", *typed]
-    return NativeEngine(plan(["target.dtype=float32", *given]).jobs[0].config)
 
 
 @pytest.fixture(scope="module", autouse=True)
