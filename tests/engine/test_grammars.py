@@ -15,7 +15,7 @@ from graph_runs import attention_as_on_devices, graph_config, make_graph_engine
 from grids import slow_unless
 from recorded_graphs import RecordedOps
 from thread_ranks import as_ranks
-from zoo_engines import engine_of
+from zoo_engines import DRAFTERS, engine_of
 
 from hydraspec.config.structured import as_structured
 from hydraspec.engine.grammars import GrammarCosts, RequestGrammar
@@ -23,18 +23,6 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord, Structured
 
-DRAFTERS = {  # every kind, by a target that it drafts for
-    "gemma4_mtp": "tiny_gemma4_e",
-    "eagle": "tiny_mistral",
-    "eagle3": "tiny_qwen3",
-    "peagle": "tiny_gemma4",
-    "mtp": "tiny_deepseek",
-    "dflash": "tiny_gemma4",
-    "dflash2": "tiny_qwen3",
-    "dspark": "tiny_qwen3",
-    "ngram": "tiny_mistral",
-    "suffix": "tiny_qwen3",
-}
 IN_EVERY_SUITE = ("gemma4_mtp", "eagle3", "dflash", "ngram")
 TEXTS = (
     "Write job, name, city, color and id of this record as JSON.\nid: A7388; color: red; item: "

@@ -18,24 +18,12 @@ import pytest
 import torch
 from hydraspec_kernels.sampling.rules import reference
 from scipy.stats import chi2
-from zoo_engines import engine_of
+from zoo_engines import DRAFTERS, engine_of
 
 from hydraspec.adapters.transformers.rules import processors
 from hydraspec.engine.native import NativeEngine
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
-DRAFTERS = {  # every kind, by the target that it drafts for
-    "gemma4_mtp": "tiny_gemma4_e",
-    "eagle": "tiny_mistral",
-    "eagle3": "tiny_qwen3",
-    "peagle": "tiny_gemma4",
-    "mtp": "tiny_deepseek",
-    "dflash": "tiny_gemma4",
-    "dflash2": "tiny_qwen3",
-    "dspark": "tiny_qwen3",
-    "ngram": "tiny_mistral",
-    "suffix": "tiny_qwen3",
-}
 IN_EVERY_SUITE = ("eagle3",)
 ALPHA, NUM_REQUESTS, LENGTH, MOST_LIKELY = 1e-4, 1_200, 3, 4
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 10, 11, 9, 9], [40, 41, 42, 43, 44])

@@ -9,6 +9,19 @@ import torch
 from hydraspec.cli.compose import plan
 from hydraspec.engine.native import NativeEngine
 
+DRAFTERS = {  # every kind, by a target that it drafts for
+    "gemma4_mtp": "tiny_gemma4_e",
+    "eagle": "tiny_mistral",
+    "eagle3": "tiny_qwen3",
+    "peagle": "tiny_gemma4",
+    "mtp": "tiny_deepseek",
+    "dflash": "tiny_gemma4",
+    "dflash2": "tiny_qwen3",
+    "dspark": "tiny_qwen3",
+    "ngram": "tiny_mistral",
+    "suffix": "tiny_qwen3",
+}
+
 
 @cache
 def engine_of(target: str, method: str, *typed: str) -> NativeEngine:
