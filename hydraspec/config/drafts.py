@@ -67,15 +67,18 @@ def check_min_survival(config: RunConfig) -> None:
         return
     if _is_per_step(config):
         problem = "leaves out drafts whose number the engine chooses already"
-        other, remedy = "num_speculative_tokens=auto", "write a number as num_speculative_tokens"
+        other, remedy = "method.num_speculative_tokens=auto", "write a number there"
     elif is_synthetic(config):
         problem = "leaves out drafts whose acceptance is drawn"
-        other, remedy = "verification=synthetic", "choose method.verification=standard"
+        other, remedy = "method.verification=synthetic", "choose method.verification=standard"
+    elif config.engine.name == "vllm":
+        problem, other = "is an option of the native engine", "engine=vllm"
+        remedy = "choose engine=native"
     if problem:
         raise refusal(
             f"{KEY}.min_survival",
             options.min_survival,
             problem,
-            allowed=f"null with method.{other}",
+            allowed=f"null with {other}",
             remedy=f"{remedy}, or leave the key out",
         )

@@ -36,7 +36,12 @@ TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that engines take, if
         "method.verification": ("standard",),
         "method.draft_sampling": ("greedy",),
     },
-    VLLM: {"method.name": ("eagle", "eagle3", "gemma4_mtp", "mtp", "none", "peagle")},
+    VLLM: {
+        "method.name": (
+            *("dflash", "dflash2", "dspark", "eagle", "eagle3", "gemma4_mtp", "mtp", "ngram"),
+            *("none", "peagle"),
+        )
+    },
 }
 
 
@@ -163,7 +168,7 @@ _RULES = (
     Rule(  # vLLM loads most drafters as it loads the target, whatever it is configured to do
         "method.weights",
         lambda weights, c: (
-            weights is c.target.weights or c.method.name in ("none", "gemma4_mtp", AUTO)
+            weights is c.target.weights or c.method.name in ("none", "gemma4_mtp", "ngram", AUTO)
         ),
         "{c.target.weights.value}",
         "is not available with engine=vllm, method={c.method.name} and "

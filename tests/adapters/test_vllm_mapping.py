@@ -143,6 +143,9 @@ DRAFTED = {
         (["method=eagle3"], {"method": "eagle3"}),
         (["method=peagle"], {"method": "eagle3", "parallel_drafting": True}),
         (["target=tiny_mistral", "method=eagle"], {"method": "eagle"}),
+        (["method=dflash"], {"method": "dflash"}),
+        (["method=dspark"], {"method": "dspark"}),
+        (["target=tiny_qwen3", "method=dflash2"], {"method": "dflash"}),
         (["method.num_speculative_tokens=7"], {"num_speculative_tokens": 7}),
         (["method.verification=block"], {"rejection_sample_method": "block"}),
         (["method.draft_sampling=probabilistic"], {"draft_sample_method": "probabilistic"}),
@@ -158,6 +161,15 @@ DRAFTED = {
 )
 def test_the_speculative_configuration(overrides: list[str], changed: dict[str, Any]) -> None:
     assert arguments(*overrides)["speculative_config"] == DRAFTED | changed
+
+
+def test_prompt_lookup_has_no_drafter() -> None:
+    found = arguments("method=ngram", "method.options.prompt_lookup_max=4", drafter=None)
+    assert found["speculative_config"] == {k: v for k, v in DRAFTED.items() if k != "model"} | {
+        "method": "ngram",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
 
 
 def test_a_random_drafter_brings_our_loader_to_every_worker() -> None:
@@ -225,6 +237,8 @@ TWO_HOSTS = (f"{VLLM}.nnodes=2", "parallelism.tensor=2")
         (["parallelism.tensor=0"], "parallelism.tensor=0", "1 or more"),
         (["parallelism.timeout_s=60"], "parallelism.timeout_s=60", "15"),
         (["method=eagle3", "method.weights=random"], "method.weights=random", "checkpoint"),
+        (["method=suffix"], "method.name=suffix", "dflash2, dspark"),
+        (["method=dspark", "method.options.min_survival=0.1"], "method.options.min", "null"),
         (["method=eagle3", "parallelism.pipeline=2"], "parallelism.pipeline=2", "method=none"),
         (["method=gemma4_mtp", "parallelism.pipeline=2"], "parallelism.pipeline=2", "SupportsPP"),
         (

@@ -43,6 +43,7 @@ RUNS = {
     "eagle3 on qwen3": ("eagle3", "qwen3_8b", "qwen3_8b-eagle3"),
     "peagle on qwen3": ("peagle", "qwen3_8b", "qwen3_8b-peagle"),
     "dflash on qwen3": ("dflash", "qwen3_8b", "qwen3_8b-dflash"),
+    "dflash on gemma4": ("dflash", "gemma4_31b", "gemma4_31b-dflash"),
     "dspark on qwen3": ("dspark", "qwen3_8b", "qwen3_8b-dspark"),
     "eagle3 on the 12B": ("eagle3", "gemma4_12b", "gemma4_12b-eagle3"),
     "dspark on the 12B": ("dspark", "gemma4_12b", "gemma4_12b-dspark"),
@@ -129,6 +130,17 @@ def test_a_block_drafter_fits_its_target(method: str, most: int) -> None:
     assert not head.notes
 
 
+def test_the_block_drafter_of_31b_fits_its_target() -> None:
+    """z-lab/gemma-4-31B-it-DFlash."""
+    head = read_block_drafter(open_draft("shape:gemma4_31b-dflash"), "dflash")
+    layers = read_dense_config(head.layers, "dflash")
+    assert (head.most_drafts, head.mask_token_id, head.softcap) == (15, 4, 30.0)
+    assert head.aux_layer_ids == (2, 13, 24, 36, 47, 58)
+    assert (layers.hidden_size, layers.num_heads, layers.sliding_window) == (5376, 64, 2048)
+    assert layers.kinds == ("sliding_attention",) * 4 + ("full_attention",)
+    assert [("is_causal" in note) for note in head.notes] == [True]  # it does not say
+
+
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
 def test_the_drafters_of_the_12b_are_those_of_deepspec(method: str) -> None:
     """Their settings of google/gemma-4-12B-it: the same layers of the target, blocks of seven."""
@@ -158,7 +170,7 @@ def made_small(config: dict[str, Any], layers: int) -> dict[str, Any]:
         if isinstance(value, dict) and key != "rope_parameters":
             small[key] = made_small(value, layers)
         elif key in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids"):
-            small[key] = list(range(1, len(value) + 1))
+            small[key] = list(range(len(value)))
         elif key == "num_hidden_layers":
             small[key] = min(value, layers)
         elif key == "layer_types":

@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,10 @@ MAX_REASON = 600  # characters of vLLM's own words in a message
 LOAD_FORMATS = {Weights.checkpoint: "auto", Weights.random: LOAD_FORMAT}
 _LINK = "For further information visit"
 _CHECKED_VALUES = re.compile(r" \[type=.*")
-METHODS = {  # vLLM finds out by itself whether an mtp folder is Gemma 4's assistant
-    "eagle": "eagle",
-    "eagle3": "eagle3",
+METHODS = {  # where vLLM has another name; a folder tells it an assistant or DFlash2
     "gemma4_mtp": "mtp",
-    "mtp": "mtp",
     "peagle": "eagle3",
+    "dflash2": "dflash",
 }
 
 
@@ -289,7 +287,7 @@ def _speculation(config: RunConfig, drafter: Path | None) -> dict[str, Any] | No
     if method.name == "none":
         return None
     options: dict[str, Any] = {
-        "method": METHODS[method.name],
+        "method": METHODS.get(method.name, method.name),
         "num_speculative_tokens": method.most_drafts,
         "rejection_sample_method": method.verification.value,
         "draft_sample_method": method.draft_sampling.value,
@@ -298,6 +296,8 @@ def _speculation(config: RunConfig, drafter: Path | None) -> dict[str, Any] | No
         options["model"] = str(drafter)
     if method.name == "peagle":
         options["parallel_drafting"] = True
+    if method.name == "ngram":
+        options |= asdict(method.options)
     if method.synthetic_acceptance_length is not None:
         options["synthetic_acceptance_length"] = method.synthetic_acceptance_length
     if method.weights is not config.target.weights and drafter is not None:
