@@ -57,7 +57,8 @@ def keep_logprobs(rows: Tensor, batch: Batch, state: RequestState, verdict: Verd
     """Write to `state.logprobs` those of a step's emitted tokens, from log probabilities [N, V]."""
     assert state.logprobs is not None
     found = scored(rows.index_select(0, batch.verify_rows.flatten()), verdict.tokens.flatten())
-    state.logprobs.index_copy_(0, batch.slots, found.view(*verdict.tokens.shape, WIDTH))
+    kept = state.logprobs[:, : verdict.tokens.shape[1]]
+    kept.index_copy_(0, batch.slots, found.view(*verdict.tokens.shape, WIDTH))
 
 
 def scored(rows: Tensor, token_ids: Tensor) -> Tensor:

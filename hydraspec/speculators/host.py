@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from hydraspec_kernels.lookup import Lookup
 
 
 class DraftedText(ABC):
@@ -18,20 +19,6 @@ class DraftedText(ABC):
         num_pending: the most tokens that a step in flight samples first; drafts are what is left
         of the continuation after those that it does sample.
         """
-
-
-@dataclass(slots=True, frozen=True)
-class Lookup:
-    """Drafts that the device copies from a request's own text, where a step in flight has sampled
-    other tokens than the host proposed."""
-
-    longest: int  # tokens of a match at most
-    factor: float  # drafts at most, for each token of the match
-
-    @property
-    def fewest(self) -> int:
-        """Drafts after a match of one token, one at least."""
-        return max(1, int(self.factor))
 
 
 class HostDrafts(ABC):

@@ -24,6 +24,7 @@ from graph_runs import (
     run_requests,
     zoo_requests,
 )
+from hydraspec_kernels.lookup import Lookup
 from recorded_graphs import CalledAgain
 from side_by_side import assert_same_run, run_alone
 from staged import assert_same_everywhere, config_of, mixed_requests, run_over
@@ -37,7 +38,7 @@ from hydraspec.engine.schedule.host_drafts import StepDrafts
 from hydraspec.engine.schedule.sequence import Scheduled
 from hydraspec.engine.schedule.sequence import Sequence as EngineSequence
 from hydraspec.parallel.layout import Layout
-from hydraspec.speculators.host import DraftedText, Lookup
+from hydraspec.speculators.host import DraftedText
 from hydraspec.speculators.suffix.drafts import SuffixDrafts
 from hydraspec.types import Continuations, Request, SamplingParams
 
@@ -71,7 +72,7 @@ def written(
     numbers = np.full((1, 2 * K + 3), -1)
     numbers[0, :2] = 1, len(known)
     numbers[0, 2 : 2 + len(continuation)] = continuation
-    write_drafts(state, Continuations(numbers=numbers, is_ahead=is_ahead), K, lookup)
+    write_drafts(state, Continuations(numbers=numbers, is_ahead=is_ahead), lookup)
     row = state.token_ids[1].tolist()
     assert row[: len(text)] == text
     assert set(row[len(text) + K :]) == {UNSET}

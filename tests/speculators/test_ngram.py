@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from hydraspec.speculators.ngram import continued
+from hydraspec_kernels.lookup import continued
 
 SEED = 20
 UNSET = 99  # what stands after a text in its row
@@ -36,7 +35,8 @@ def test_drafts_equal_a_plain_loop_over_500_histories() -> None:
             row[: len(text)] = torch.tensor(text)
             row[len(text) :] = text[-1]  # old drafts: another place of the last token
         last = torch.tensor([len(text) - 1 for text in texts])
-        found = continued(rows, last, num_drafts, least, most)
+        asked = {"num_drafts": num_drafts, "least": least, "most": most}
+        found = continued(rows, torch.arange(100), last, **asked)
         assert found.tolist() == [plain_drafts(t, num_drafts, least, most) for t in texts]
 
 
@@ -53,4 +53,5 @@ def test_drafts_equal_a_plain_loop_over_500_histories() -> None:
 )
 def test_drafts_of_short_texts(text: list[int], drafts: list[int]) -> None:
     rows, last = torch.tensor([text]), torch.tensor([len(text) - 1])
-    assert continued(rows, last, 4, 1, 3).tolist() == [drafts]
+    found = continued(rows, torch.tensor([0]), last, num_drafts=4, least=1, most=3)
+    assert found.tolist() == [drafts]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run.draft_check import check_drafts_on_cpu
-from hydraspec.engine.run.host_drafts import write_drafts
+from hydraspec.engine.run.host_drafts import rehearse_drafts, write_drafts
 from hydraspec.engine.run.images import EncodedImages
 from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
 from hydraspec.engine.run.logprobs import prompt_logprobs
@@ -148,8 +148,12 @@ class DeviceRunner(Runner):
             for descriptor in self._rehearsed():
                 self.captured_step(self.static_inputs(descriptor))
             for plan in plans:
-                self.state.num_computed.zero_()  # steps would run past the end of the tables
-                self._launch_part(plan, None)
+                chosen = {int(plan.num_drafts[0])} if limits.draft_lengths else set[int]()
+                for length in (None, *chosen):
+                    self.state.num_computed.zero_()  # steps would run past the end of the tables
+                    self._launch_part(replace(plan, draft_length=length), None)
+        if (drafts := self.speculator.host_drafts) is not None:
+            rehearse_drafts(self.state, limits.num_speculative_tokens, drafts.lookup)
 
     def _rehearsed(self) -> list[Descriptor]:
         """Shapes that need the kernels of all that `capture` captures."""
@@ -203,8 +207,26 @@ class DeviceRunner(Runner):
         is_chosen = bool(self.limits.draft_lengths) and rows is not None
         length = rows - 1 if is_chosen and rows is not None else None
         return self.upload.view(
-            descriptor, segments, all_greedy, flags, needed=needed, draft_length=length
+            *(descriptor, segments, all_greedy, flags),
+            needed=needed,
+            draft_length=length,
+            num_verified=length if self._is_narrow else None,
         )
+
+    @property
+    def _is_narrow(self) -> bool:
+        """Returns whether verification is as wide as a step's drafts. Probabilities of drafts, and
+        messages between stages, have the width of K drafts."""
+        return self.io is None and self.state.draft_probs is None
+
+    def _num_verified(self, plan: StepPlan) -> int | None:
+        """Width of the drafts under verification in an eager step; None: K. A step without any
+        does what one of `method=none` does."""
+        if plan.draft_length is None or not self._is_narrow:
+            return None
+        if not plan.num_drafts.any():
+            return 0
+        return plan.draft_length if is_uniform(plan) else None
 
     def _write(self, descriptor: Descriptor, plan: StepPlan | None) -> NeededRows | None:
         """Write a plan (None: padding alone) where graphs of this shape read it; returns its needed
@@ -280,6 +302,7 @@ class DeviceRunner(Runner):
             needed=needed,
             # A captured decode pass always makes K drafts.
             draft_length=plan.draft_length if self.modes.draft == NONE else None,
+            num_verified=self._num_verified(plan),
         )
         return self._with_images(placed, plan, rows)
 
@@ -327,7 +350,7 @@ class DeviceRunner(Runner):
             drafts = self.speculator.host_drafts
             lookup = None if drafts is None else drafts.lookup
             with self.clock("propose"):
-                write_drafts(self.state, plan.continuations, plan.num_speculative_tokens, lookup)
+                write_drafts(self.state, plan.continuations, lookup)
 
     def _launch_part(self, plan: StepPlan, captured: CapturedStep | None) -> Tensor:
         """Launch one part; returns `packed_results` of the plan's requests, then of padding."""

@@ -30,7 +30,7 @@ class DeviceStep:
 class StepOutputs:
     """Outputs of a captured step."""
 
-    packed: Tensor  # [B, 2K+3], see packed_results
+    packed: Tensor  # [B, 2k+3], see packed_results
     undrafted: DeviceStep | None = None  # inputs of `propose`, where it runs after the graph
 
 
@@ -68,8 +68,8 @@ class LaunchedStep:
 
 
 def packed_results(step: DeviceStep) -> Tensor:
-    """Results as one tensor [B, 2K+3], to be copied at once: tokens, num_sampled, not_finite, and
-    the drafts under verification."""
+    """Results as one tensor [B, 2k+3], to be copied at once: tokens, num_sampled, not_finite, and
+    the drafts under verification. k is their width in this step, K at most."""
     batch, verdict = step.batch, step.verdict
     count, broken = verdict.num_sampled.unsqueeze(1), verdict.not_finite.unsqueeze(1)
     return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
@@ -78,6 +78,16 @@ def packed_results(step: DeviceStep) -> Tensor:
 def unpacked(packed: np.ndarray, k: int) -> StepResult:
     """The results in an array [B, 2K+3] that `packed_results` has laid out."""
     return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
+
+
+def widened(packed: np.ndarray, k: int) -> np.ndarray:
+    """A copy [B, 2K+3] of packed results whose drafts have any width up to K; -1 in columns after
+    these."""
+    width = packed.shape[1] // 2 - 1
+    found = np.full((len(packed), 2 * k + 3), -1, dtype=packed.dtype)
+    found[:, : width + 1] = packed[:, : width + 1]
+    found[:, k + 1 : k + 3 + width] = packed[:, width + 1 :]
+    return found
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -99,11 +109,10 @@ class ResultRing:
     """Host memory for the results of the last few launches."""
 
     def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
-        self._width, self._k = 2 * num_drafts + 3, num_drafts
-        self._is_cuda = device.type == "cuda"
-        shape = (max_num_seqs, self._width)
+        self._k, self._is_cuda = num_drafts, device.type == "cuda"
+        size = max_num_seqs * (2 * num_drafts + 3)
         self._buffers = [
-            torch.zeros(shape, dtype=torch.int64, pin_memory=self._is_cuda)
+            torch.zeros(size, dtype=torch.int64, pin_memory=self._is_cuda)
             for _ in range(RESULT_RING)
         ]
         self._by_slot: list[dict[str, Tensor]] = [{} for _ in range(RESULT_RING)]
@@ -122,10 +131,11 @@ class ResultRing:
         before = self._users[place]
         if before is not None:
             before.result()
-        buffer, row = self._buffers[place], 0
+        left, copies = self._buffers[place], list[Tensor]()
         for packed, count in parts:
-            buffer[row : row + count].copy_(packed[:count], non_blocking=True)
-            row += count
+            size = count * packed.shape[1]
+            copies.append(left[:size].view(count, -1).copy_(packed[:count], non_blocking=True))
+            left = left[size:]
         kept, scored = self._copied(place, more), None
         if more is not None and more.prompt_logprobs is not None:
             scored = self._to_host(more.prompt_logprobs)
@@ -136,7 +146,8 @@ class ResultRing:
 
         def fetch() -> StepResult:
             # Copied: the buffer serves another launch later.
-            found = unpacked(buffer[:row].numpy().copy(), k)
+            arrays = [widened(each.numpy(), k) for each in copies]
+            found = unpacked(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), k)
             if more is None:
                 return found
             by_slot = {name: of.numpy()[more.slots] for name, of in kept.items()}

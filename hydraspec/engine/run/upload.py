@@ -106,20 +106,23 @@ class PlanUpload:
         has_padding: bool = True,
         needed: NeededRows | None = None,
         draft_length: int | None = None,
+        num_verified: int | None = None,
     ) -> PlanTensors:
         """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
         plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row, and so has a mixed
         one with no more rows than that. needed: the needed rows that were written with the plan.
-        draft_length: how many drafts its steps propose; None: K.
+        draft_length: how many drafts its steps propose; None: K. num_verified: width of the drafts
+        under verification, at least as many as any request has; None: K.
         """
-        b, t, k = descriptor.num_requests, descriptor.num_rows, self.shape.num_speculative_tokens
+        b, t = descriptor.num_requests, descriptor.num_rows
+        k = self.shape.num_speculative_tokens if num_verified is None else num_verified
         each = k + 1 if rows_of_logits is None else rows_of_logits
         slots, num_rows, num_drafts = (
             self._words[first : first + b] for first in (self._slots, self._rows, self._drafts)
         )
         samples = self._words[self._samples : self._header].view(torch.bool)[:b]
         logits_rows: Tensor | None = None
-        verify_rows = self._verify_rows(descriptor, each)
+        verify_rows = self._verify_rows(descriptor, k, each)
         if descriptor.rows_per_request is not None:
             row_request, row_offset, starts = self._uniform_rows(b, descriptor.rows_per_request)
         else:
@@ -184,14 +187,13 @@ class PlanUpload:
             )
         return found
 
-    def _verify_rows(self, descriptor: Descriptor, rows_of_logits: int) -> Tensor:
-        """Rows [b, K+1] of a plan with logits of every row, or of one row a request. Requests with
+    def _verify_rows(self, descriptor: Descriptor, k: int, rows_of_logits: int) -> Tensor:
+        """Rows [b, k+1] of a plan with logits of every row, or of one row a request. Requests with
         fewer rows than that repeat the last one."""
         b, rows = descriptor.num_requests, descriptor.rows_per_request
-        k = self.shape.num_speculative_tokens
         if rows is None or rows > k:
             whole = self._every[: b * (k + 1)].view(b, k + 1)
-            return whole if rows_of_logits > k else self._first_of[:b]
+            return whole if rows_of_logits > k or not k else self._first_of[:b]
         found = self._fewer.get((b, rows))
         if found is None:
             each = self._every[: k + 1].clamp(max=rows - 1)

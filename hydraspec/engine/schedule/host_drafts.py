@@ -12,11 +12,11 @@ from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.host import HostDrafts
 
 PRIOR = 0.5  # share of drafts accepted in a run, before any was verified
-WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run
+WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run, once many count
 MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
 NUM_PRIOR = 4
 KEPT = 0.99  # part of these that still counts after a step without drafts
-RETURN = 0.002  # of the way back to PRIOR, in a step without drafts of any request
+RETURN = 0.001  # of the way back to PRIOR, in a step without drafts of any request
 MOST_UNREAD = 64  # finished outputs
 EPSILON = 1e-9  # for sums of equal shares
 
@@ -39,13 +39,14 @@ class StepDrafts:
         self._unread: list[Seq[int]] = []  # finished outputs that the drafts do not have yet
         self._drafts, self._most = drafts, most
         self._acceptance = PRIOR  # share of drafts accepted recently, of all requests
+        self._num_judged = 0  # steps of requests with drafts, in the run
         self._fewest_ahead = 0 if drafts.lookup is None else min(drafts.lookup.fewest, most)
         lengths = lengths_up_to(most)
         self._length_for = [min(n for n in lengths if n >= count) for count in range(most + 1)]
 
     def start_over(self) -> None:
         """Begin a run, without outputs of earlier ones."""
-        self._acceptance = PRIOR
+        self._acceptance, self._num_judged = PRIOR, 0
         self._unread.clear()
         self._drafts.start_over()
 
@@ -114,7 +115,9 @@ class StepDrafts:
         share = min(1.0, num_accepted / item.num_proposed)
         sequence.num_judged = min(MOST_STEPS, sequence.num_judged + 1)
         sequence.acceptance += (share - sequence.acceptance) / max(1.0, sequence.num_judged)
-        self._acceptance += WEIGHT_IN_RUN * (share - self._acceptance)
+        self._num_judged += 1
+        weight = max(WEIGHT_IN_RUN, 1 / (NUM_PRIOR + self._num_judged))
+        self._acceptance += weight * (share - self._acceptance)
 
     def _share(self, sequence: Sequence) -> float:
         """Share of drafts that a request is expected to accept."""

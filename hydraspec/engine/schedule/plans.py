@@ -89,10 +89,9 @@ class PlanBuilder:
 
 
 def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | None:
-    """Continuations of the decodes that verify drafts, where any has one or may have one on the
-    device."""
-    verifying = [item.sequence for item in scheduled if item.num_drafts]
-    if not any(sequence.num_proposed for sequence in verifying):
+    """Continuations of the decodes that verify the host's drafts; None: there are none."""
+    verifying = [each.sequence for each in scheduled if each.num_drafts and each.sequence.drafted]
+    if not verifying:
         return None
     missing, rows = [-1] * (2 * k + 1), []
     for sequence in verifying:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hydraspec_kernels.lookup import Lookup
+
 from hydraspec.config.options import SuffixOptions
-from hydraspec.speculators.host import DraftedText, HostDrafts, Lookup
+from hydraspec.speculators.host import DraftedText, HostDrafts
 from hydraspec.speculators.suffix.trie import BYTES_PER_NODE, ROOT, Limits, Path, SuffixTrie
 
 NUM_GENERATIONS = 2
