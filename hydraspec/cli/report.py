@@ -15,7 +15,7 @@ from hydraspec.cli.complain import tell
 from hydraspec.cli.folders import writing
 from hydraspec.config.benches import is_bench
 from hydraspec.config.schema import RunConfig, TrackerMode
-from hydraspec.errors import UserError
+from hydraspec.errors import ConfigurationError, UserError
 from hydraspec.metrics.run_files import BENCH, STUDY_SPEC, SUMMARY
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ def main(argv: Sequence[str]) -> None:
         help="where study.html goes: by default into the one folder that is given, else into a "
         "new one in outputs/reports",
     )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FOLDER",
+        help="of runs of another target with method.num_speculative_tokens=auto: also predict the "
+        "speedups at its step costs",
+    )
     parser.add_argument("--question", metavar="TEXT", help="the title, else made of the settings")
     parser.add_argument(
         "--publish",
@@ -69,6 +76,8 @@ def main(argv: Sequence[str]) -> None:
         default = Path("outputs", "reports", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
     target = given.write or default
     made, runs = _read(given.folders, asked=given.question)
+    if given.costs is not None:
+        made = _at_costs(made, runs, given.costs)
     with writing(target):
         paths = contents.write(made, runs, target)
     contents.tell(made, paths)
@@ -100,6 +109,19 @@ def _read(folders: Sequence[Path], *, asked: str | None = None) -> tuple[Study, 
         made = bench_study.extended(made, list(results.values()), asked=asked, notes=notes)
     assert made is not None, "there is a folder"
     return made, runs
+
+
+def _at_costs(made: Study, runs: Runs | None, folder: Path) -> Study:
+    """The report with predictions at the step costs in a folder."""
+    from hydraspec.analysis.predict import other_target
+
+    costs = other_target.read(folder)
+    if runs is None:
+        raise ConfigurationError(
+            f"--costs {folder}: benchmarks have no accepted drafts\n  allowed: a report over runs"
+            "\n  to do: leave it out"
+        )
+    return other_target.extended(made, runs, costs)
 
 
 def _holds_runs(folder: Path) -> bool:
