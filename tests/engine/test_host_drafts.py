@@ -309,12 +309,14 @@ def test_drafts_after_hits_of_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
 def test_every_graph_mode_drafts_as_without_graphs(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is replayed by the graph of its length, with missing drafts among the others."""
+    """A step is replayed by the graph of its length, with missing drafts among the others; all
+    steps of n-gram have K."""
     attention_as_on_devices(monkeypatch)
-    configs = [graph_config("suffix", each, pair=("tiny_qwen3", None)) for each in (mode, "none")]
+    configs = [graph_config(method, each, pair=("tiny_qwen3", None)) for each in (mode, "none")]
     engines = [
         make_graph_engine(config, backend)
         for config, backend in zip(configs, (CalledAgain(), None), strict=True)
@@ -326,5 +328,6 @@ def test_every_graph_mode_drafts_as_without_graphs(
     graphs = engines[0].parts.runner.graphs
     assert graphs is not None
     lengths = {each.rows_per_request for each in graphs.manager.descriptors}
-    assert lengths >= ({1, 2, 3, 4} if mode != "piecewise" else set())
+    wanted_lengths = {1, 2, 3, 4} if method == "suffix" else {4}
+    assert lengths >= (wanted_lengths if mode != "piecewise" else set())
     assert sum(launches.values()) > launches["eager"]

@@ -17,6 +17,7 @@ import comparison
 import processes
 from matrix import (
     Cell,
+    copying_cells,
     covered_cells,
     pairs,
     pictured_cells,
@@ -47,7 +48,7 @@ def run(setting: Setting) -> PartResult:
     """All cells, the device's and the CPU's at the same time."""
     started = time.monotonic()
     found = pairs(setting.tree)
-    more = [*rounded_kv_cells(), *pictured_cells(found)]
+    more = [*rounded_kv_cells(), *pictured_cells(found), *copying_cells()]
     cells = [*typed_cells(found), *more, *covered_cells(found)]
     names = setting.chosen(cell.name for cell in cells)
     chosen = [cell for cell in cells if cell.name in names]

@@ -142,6 +142,25 @@ def rounded_kv_cells() -> list[Cell]:
     ]
 
 
+def copying_cells() -> list[Cell]:
+    """Runs of n-gram, which the covering set has no room for, in the graph modes that its typed run
+    leaves out."""
+    target, method = COPYING[0]
+    return [
+        Cell(
+            name=f"copied-{target}-{method}-{graphs}-float32",
+            overrides=(
+                f"target={target}",
+                f"method={method}",
+                "target.dtype=float32",
+                f"cudagraph={graphs}",
+                f"workload.limit={COVERED_REQUESTS}",
+            ),
+        )
+        for graphs in CUDAGRAPH[:-1]
+    ]
+
+
 PICTURED = "tiny_gemma4_images"
 
 

@@ -8,6 +8,7 @@ from matrix import (
     CUDAGRAPH,
     ROUNDED,
     SAMPLING,
+    copying_cells,
     covered_cells,
     crossed_pairs,
     factors,
@@ -76,6 +77,18 @@ def test_cells_over_an_fp8_cache_have_twins_over_one():
     for cell in cells:
         (config,) = [job.config for job in plan([*cell.mirrored.overrides, "tracker=none"]).jobs]
         assert (config.engine.kv_cache.dtype.value, config.target.dtype.value) == ("fp8", "float32")
+
+
+def test_block_and_copying_drafters_meet_every_graph_mode():
+    everything = [*typed_cells(PAIRS), *COVERED, *copying_cells()]
+    assert len({cell.name for cell in everything}) == len(everything)
+    for method in ("dflash2", "suffix", "ngram"):
+        jobs = [
+            plan([*cell.overrides, "tracker=none"]).jobs[0].config
+            for cell in everything
+            if f"method={method}" in cell.overrides
+        ]
+        assert {job.cudagraph.name for job in jobs} == set(CUDAGRAPH), method
 
 
 def test_each_drafter_of_the_target_that_reads_pictures_is_given_some():
