@@ -220,6 +220,13 @@ METHOD_AND_ENGINE = (
         "raise it, or lower engine.max_num_seqs",
         when=_is_native,
     ),
+    Rule(
+        "engine.max_mixing_cost",
+        lambda share, c: share is None or 0.05 <= share <= 1,
+        "a share from 0.05 to 1, or null for no bound",
+        "is out of range",
+        "a larger one evens out the times between tokens",
+    ),
 )
 
 RULES = (

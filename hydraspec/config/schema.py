@@ -168,6 +168,7 @@ class EngineConfig:
     device: Device = Device.auto
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
+    max_mixing_cost: float | None = None  # that decodes add to reading prompts; null: no bound
     num_threads: int | None = None  # null: chosen from the target's width (CPU only)
     async_scheduling: bool | None = None  # schedule a step ahead of the device; null: on CUDA
     prefix_caching: bool = True  # requests of a run share the KV of equal leading tokens

@@ -133,6 +133,11 @@ REFUSED = {
     "engine=transformers engine.kv_cache.block_sizes.full=8": ["sizes={full: 8}", "native"],
     "engine.max_num_seqs=0": ["engine.max_num_seqs=0"],
     "engine.max_num_batched_tokens=63": ["64 or more", "lower engine.max_num_seqs"],
+    "engine.max_mixing_cost=0": ["engine.max_mixing_cost=0", "from 0.05 to 1, or null"],
+    "engine.max_mixing_cost=8": ["engine.max_mixing_cost=8", "a larger one evens out"],
+    "engine.max_mixing_cost=often": ["engine.max_mixing_cost=often", "a number"],
+    "engine=transformers +engine.max_mixing_cost=0.1": ["no key of engine=transformers"],
+    "engine=vllm +engine.max_mixing_cost=0.1": ["no key of engine=vllm", "choose engine=native"],
     "engine.num_threads=0": ["engine.num_threads=0", f"1 to {MAX_NUM_THREADS}, or null"],
     "engine.num_threads=100000": ["=100000", f"1 to {MAX_NUM_THREADS}, or null"],
     "target=custom target.checkpoint=a target.max_soft_tokens=100": [

@@ -48,6 +48,7 @@ def test_nothing_is_held_back_without_large_graphs() -> None:
         pytest.param(31, [300] * 30, 2048, id="many prompts: the largest graph"),
         pytest.param(1024, [3000], 1792, id="many decodes"),
         pytest.param(2000, [300], 2000 + LEAST_PROMPT_ROWS, id="no room left in any graph"),
+        pytest.param(2100, [300], 2100 + LEAST_PROMPT_ROWS, id="more decodes than any graph has"),
     ],
 )
 def test_rows_of_a_step_that_decodes(
@@ -84,6 +85,31 @@ def test_every_prompt_is_read_and_no_step_is_larger_than_a_graph() -> None:
             assert padding <= 0.25 * step or step <= 256
             total, steps = total - rows, steps + 1
         assert steps <= 2 + sum(unread) / LEAST_PROMPT_ROWS
+
+
+# --------------------------------------------------------------------------------- max_mixing_cost
+
+
+def test_long_readings_take_as_many_rows_as_pay_for_the_decodes() -> None:
+    """Decodes of 3 rows cost 170 + 3 + 915 / 3 rows, and with 30,000 tokens of one 305 more."""
+    bounded = policy(launch_bound_rows=915, max_mixing_cost=0.1)
+    assert bounded.most(3, [20000]) == 4780
+    assert bounded.most(3, [20000], longest=30000) == 7830
+    assert bounded.most(3, [4779]) == policy().most(3, [4779]), "too few are left"
+    assert policy().most(3, [20000]) == 2045, "no bound"
+
+
+def test_the_bound_never_passes_the_budget() -> None:
+    bounded = policy(launch_bound_rows=915, max_mixing_cost=0.05)
+    assert bounded.most(3, [8192], longest=30000) == 8192 - 3
+    assert bounded.most(3, [8191], longest=30000) == 2045
+
+
+def test_few_rows_that_pay_still_fill_a_graph() -> None:
+    bounded = policy(launch_bound_rows=915, max_mixing_cost=1.0)
+    assert bounded.most(31, [100]) == policy().most(31, [100])
+    assert bounded.most(31, [1000]) == 512 - 31, "506 rows would pay"
+    assert bounded.most(31, [1000], longest=30000) == 896 - 31, "811 rows would"
 
 
 # ------------------------------------------------------------------------------------------- stages

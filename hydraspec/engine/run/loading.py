@@ -32,6 +32,7 @@ from hydraspec.engine.run.room import room_for, target_bytes, timed
 from hydraspec.engine.run.runners import build_runner
 from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
 from hydraspec.engine.schedule.host_drafts import build_step_drafts
+from hydraspec.engine.schedule.prompt_rows import PromptRows
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.graphs import (
     CudaGraphBackend,
@@ -209,6 +210,14 @@ def assemble(
 
 def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
     config, speculator = models.config, models.speculator
+    num_stages = models.target.stage.count
+    prompt_rows = PromptRows(
+        max_rows=config.engine.max_num_batched_tokens,
+        graph_rows=tuple(runner.graphs.mixed_rows) if runner.graphs is not None else (),
+        num_micro_batches=num_stages,
+        launch_bound_rows=runner.limits.launch_bound_rows,
+        max_mixing_cost=config.engine.max_mixing_cost,
+    )
     return Scheduler(
         kv,
         max_num_seqs=config.engine.max_num_seqs,
@@ -216,10 +225,10 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         max_model_len=models.max_model_len,
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
-        num_micro_batches=models.target.stage.count,
+        num_micro_batches=num_stages,
         runs_ahead=_runs_ahead(config, models.target),
-        graph_rows=runner.graphs.mixed_rows if runner.graphs is not None else (),
-        draft_lengths=build_draft_lengths(config, models.target.stage.count),
+        prompt_rows=prompt_rows,
+        draft_lengths=build_draft_lengths(config, num_stages),
         step_drafts=build_step_drafts(speculator),
     )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from itertools import islice
 
 from hydraspec.engine.cache.kv_cache import KVCache
@@ -41,13 +40,14 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         num_micro_batches: int = 1,
         runs_ahead: bool = False,
-        graph_rows: Seq[int] = (),
+        prompt_rows: PromptRows | None = None,
         draft_lengths: DraftLengths | None = None,
         step_drafts: StepDrafts | None = None,
     ) -> None:
         """num_micro_batches, runs_ahead: see MicroBatches; one: one step in flight, or two as in
-        docs/adr/0010. graph_rows: rows of the mixed steps that have graphs, rising. draft_lengths
-        or step_drafts: chooses the drafts of each step, at most num_speculative_tokens."""
+        docs/adr/0010. prompt_rows: the policy of an engine with graphs; None: that of one without.
+        draft_lengths or step_drafts: chooses the drafts of each step, at most
+        num_speculative_tokens."""
         self.kv = kv
         self.micro_batches = MicroBatches(num_micro_batches, runs_ahead=runs_ahead)
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -73,10 +73,8 @@ class Scheduler:
         self._is_limited = False  # the budget is that of prompts
         # Prompts of the step being scheduled, by the key of the next tokens that they can share.
         self._reading: dict[bytes | None, Scheduled] = {}
-        self._prompt_rows = PromptRows(
-            max_rows=max_num_batched_tokens,
-            graph_rows=tuple(graph_rows),
-            num_micro_batches=num_micro_batches,
+        self._prompt_rows = prompt_rows or PromptRows(
+            max_rows=max_num_batched_tokens, num_micro_batches=num_micro_batches
         )
         self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -183,8 +181,9 @@ class Scheduler:
         unread = [sequence.num_tokens - sequence.fewest_computed for sequence in readable]
         unread += [s.num_tokens for s in islice(self.waiting, len(self._free_slots))]
         num_decode_rows = self.max_num_batched_tokens - self._budget
+        longest = max((s.fewest_tokens for s in self.running if s.decodes_next), default=0)
         left = self._budget
-        self._budget = min(left, self._prompt_rows.most(num_decode_rows, unread))
+        self._budget = min(left, self._prompt_rows.most(num_decode_rows, unread, longest))
         self._withheld = left - self._budget
 
     def _rows_for(self, sequence: Sequence) -> Scheduled | None:
