@@ -332,6 +332,7 @@ class BenchConfig:
     output_tokens: int = 0  # bench=load, bench=serve: the median
     max_prompt_tokens: int = 0  # bench=load and bench=serve only, and the next one
     max_output_tokens: int = 0
+    equal_lengths: bool = False  # bench=load and bench=serve only: the medians, for all requests
     rates: list[float] = field(default_factory=list)  # bench=serve only: shares of peak_rate
     peak_rate: float | None = None  # bench=serve only: requests per second; null: measured
     goodput: GoodputConfig = field(default_factory=GoodputConfig)  # bench=serve only

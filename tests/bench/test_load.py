@@ -43,6 +43,38 @@ def test_short_medians_bound_the_lengths() -> None:
     assert (max(prompts), max(outputs)) == (9, 8)
 
 
+def test_lengths_can_be_equal() -> None:
+    assert lengths(planned("bench.equal_lengths=true")) == ([5] * 6, [4] * 6)
+
+
+def test_the_preset_of_long_prompts_offers_eight() -> None:
+    config = plan(["experiment=long_prompts"]).jobs[0].config
+    assert lengths(config) == ([32000] * 8, [128] * 8)
+    assert (config.engine.max_num_seqs, config.engine.max_mixing_cost) == (8, 0.08)
+
+
+def test_a_pass_tells_times_between_tokens_beside_its_parts(build: list[FakeEngine]) -> None:
+    part = bench_measure.measure(planned())
+    bound = part["bound"]
+    assert part["rows"][-1]["inter_token"] == {"p50": None, "p90": None, "p99": None}
+    part["rows"][-1]["inter_token"] = {"p50": 2.0, "p90": 3.0, "p99": 9.0}  # the fake has none
+    said = load.Load().summary_line(part)
+    assert f"{bound['ratio']:.2f} of reading and decoding alone" in said
+    assert "p99 9.0 ms between tokens" in said
+    cells = {c.heading: c.cell(part) for c in load.Load().columns({"repeats": 2})}
+    assert (
+        cells["prefill / decode alone, s"] == f"{bound['prefill_s']:.2f} / {bound['decode_s']:.2f}"
+    )
+    assert cells["last pass / alone"] == f"{bound['ratio']:.2f}"
+    assert cells["ITL p50 / p99, ms"] == "2.00 / 9.00"
+
+
+def test_a_load_of_an_older_version_is_still_shown() -> None:
+    part = {"rows": [{"seconds": 1.0}], "bound": {"seconds": 0.5, "ratio": 2.0}}
+    cells = {c.heading: c.cell(part) for c in load.Load().columns({"repeats": 1})[1:4]}
+    assert list(cells.values()) == ["- / -", "2.00", "- / -"]
+
+
 def test_a_pass_counts_what_the_engine_reports(build: list[FakeEngine]) -> None:
     part = bench_measure.measure(planned())
     outputs = lengths(planned())[1]
@@ -69,6 +101,7 @@ def test_an_engine_that_reports_completions_only_has_no_steps(
     monkeypatch.setattr(bench_measure.factory, "build_engine", lambda config: Silent())
     (row, _) = bench_measure.measure(planned())["rows"]
     assert (row["num_steps"], row["acceptance_length"]) == (None, None)
+    assert load.Load().summary_line({"rows": [row]}).endswith("tokens/s")
     assert row["tokens_per_second"] > 0
 
 
@@ -95,7 +128,9 @@ def test_the_bound_is_of_full_steps_and_prompts(monkeypatch: pytest.MonkeyPatch)
     prompts = sum(len(request.prompt_token_ids or []) for request in requests)
     assert (found["full_step_ms"], found["prompt_tokens"]) == (2.0, prompts)
     prefill_s = prompts / found["prefill_tokens_per_second"]
-    assert found["seconds"] == pytest.approx(100 / 4 / 2.5 * 2e-3 + prefill_s)
+    assert found["prefill_s"] == pytest.approx(prefill_s)
+    assert found["decode_s"] == pytest.approx((100 - 6) / 4 / 2.5 * 2e-3)
+    assert found["seconds"] == pytest.approx(found["decode_s"] + prefill_s)
     assert found["ratio"] == 3.0 / found["seconds"]
     assert load.bound_of(config, engine, requests, {**last, "num_steps": None}) is None
 
@@ -117,7 +152,12 @@ def test_engines_stand_side_by_side(
         pytest.approx(a["seconds"] / b["seconds"]) for a, b in zip(ours, theirs, strict=True)
     ]
     printed = capsys.readouterr().out
-    for text in ("6 requests through", "pass 2, s", "bound, s", "tokens/s", "native / vllm"):
+    for text in (
+        "6 requests through",
+        "pass 2, s",
+        "tokens/s",
+        "native / vllm",
+    ):
         assert text in printed
     said, page, lines = reported(tmp_path / "run")
     assert said.startswith("With gemma4_mtp, native and vllm: ")
@@ -127,5 +167,6 @@ def test_engines_stand_side_by_side(
         *(f"with gemma4_mtp on {each}" for each in ("native", "vllm")),
     }
     page = (tmp_path / "run" / "bench.html").read_text(encoding="utf-8")
-    assert "Seconds for all requests" in page
+    for text in ("Seconds for all requests", "prefill / decode alone, s", "last pass / alone"):
+        assert text in page
     assert "native / vllm" in page

@@ -328,6 +328,7 @@ def test_a_bench_of_the_shipped_model_in_this_process(
     assert 1 <= part["rows"][-1]["acceptance_length"] <= 4
     if bench_name == "load":
         assert part["bound"]["ratio"] == part["rows"][-1]["seconds"] / part["bound"]["seconds"]
+        assert 0 < part["rows"][-1]["inter_token"]["p50"] <= part["rows"][-1]["inter_token"]["p99"]
     saved = json.loads((tmp_path / "run" / "bench.json").read_text(encoding="utf-8"))
     assert saved["parts"][0]["rows"] == part["rows"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {

@@ -32,7 +32,7 @@ GROUPS = (
     "experiment",
 )
 DRAFTER = "method.checkpoint=/models/drafter"
-OF_LOAD = ("num_requests", "max_prompt_tokens", "max_output_tokens")
+OF_LOAD = ("num_requests", "max_prompt_tokens", "max_output_tokens", "equal_lengths")
 GOODPUT = ("goodput.ttft_ms", "goodput.inter_token_ms")
 OF_SERVE = ("rates", "peak_rate", *GOODPUT)
 OF_TURNS = ("num_conversations", "num_turns", "turn_tokens", "cold_turns")
@@ -165,7 +165,7 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
         },
         "engine=native": {key for key in schema_keys() if key.startswith("engine.vllm.")},
         "engine=vllm": {
-            "engine.num_threads",
+            *("engine.num_threads", "engine.max_mixing_cost"),
             *(f"engine.kv_cache.{key}" for key in ("block_size", "block_sizes", "memory_fraction")),
         },
     }

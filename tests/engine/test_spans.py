@@ -346,7 +346,7 @@ def test_a_running_prompt_that_waits_for_rows_lets_no_request_join() -> None:
 def test_a_span_may_take_rows_that_are_withheld_from_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PromptRows, "most", lambda self, num_decode_rows, unread: 8)
+    monkeypatch.setattr(PromptRows, "most", lambda self, *given: 8)
     host = Host(64)
     host.add(request_of(list(IDS), IMAGE))
     assert [host.step()[0].num_rows for _ in range(5)] == [8, 8, 4, 20, 8]
