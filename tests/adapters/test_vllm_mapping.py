@@ -200,6 +200,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         "engine": {
             *("name", "device", "max_num_seqs", "max_num_batched_tokens", "num_threads"),
             *("async_scheduling", "prefix_caching", "kv_cache", "vllm"),
+            "max_mixing_cost",  # of engine=native alone
         },
         "parallelism": {
             *("name", "tensor", "pipeline", "data", "timeout_s"),

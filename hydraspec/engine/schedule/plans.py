@@ -13,7 +13,7 @@ import numpy as np
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.sequence import Scheduled
-from hydraspec.sampling.flags import GREEDY, flags_of
+from hydraspec.sampling.flags import GREEDY, flags_from
 from hydraspec.types import (
     Continuations,
     ImageRows,
@@ -54,10 +54,7 @@ class PlanBuilder:
             num_drafts = np.array([item.num_drafts for item in scheduled], dtype=np.int64)
             samples = np.array([item.samples for item in scheduled])
             segments = _segments(scheduled, seq_lens)
-        all_greedy, flags = flags_of(
-            (item.sequence.request.sampling for item in scheduled),
-            (item.samples for item in scheduled),
-        )
+        all_greedy, flags = flags_from(item.sequence.needs[item.samples] for item in scheduled)
         return StepPlan(
             slots=slots,
             num_rows=num_rows,

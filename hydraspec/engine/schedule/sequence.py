@@ -12,6 +12,7 @@ from hydraspec_kernels.attention import MOST_FUSED_ROWS
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import OfferedRequest
 from hydraspec.engine.grammars import RequestGrammar
+from hydraspec.sampling.flags import needs_of
 from hydraspec.speculators.host import DraftedText
 from hydraspec.types import Span
 
@@ -37,6 +38,10 @@ class Sequence(OfferedRequest):
     grammar: RequestGrammar | None = None  # of the output, after the results that have arrived
     next_tokens: list[int] = field(default_factory=list)  # its next drafts, with a grammar
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
+    needs: tuple[int, int] = field(init=False)  # of the sampler, see `needs_of`
+
+    def __post_init__(self) -> None:
+        self.needs = needs_of(self.request.sampling)
 
     @property
     def spans(self) -> tuple[Span, ...]:
