@@ -50,7 +50,7 @@ class ImageEncoder(Weights):
         found: list[Tensor] = []
         for batch in batches(images, self.shape.pool, self.wide, self.device):
             x = self.tokens(batch).to(self.dtype)
-            x = self.projection.by_library(rms_norm(x, None, self.shape.eps))
+            x = self.projection.by_library(F.rms_norm(x, x.shape[1:], eps=self.shape.eps))
             found += x.split(batch.num_tokens)
         return found
 
@@ -64,15 +64,9 @@ class ImageEncoder(Weights):
         raise NotImplementedError
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Norm of x [..., E], computed in float32 or wider and rounded once."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight = None if weight is None else weight.to(wide)
-    return F.rms_norm(x.to(wide), (x.shape[-1],), weight, eps).to(x.dtype)
-
-
 def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps)
+    """Norm of x [..., E]; torch computes it in float32 or wider and rounds once."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 # ------------------------------------------------------------------------------------------- tower
@@ -158,7 +152,7 @@ class TowerLayer(Weights):
             for each in (self.q, self.k, self.v)
         )
         q, k = _turned(_normed(q, self.q_norm), turn), _turned(_normed(k, self.k_norm), turn)
-        v = rms_norm(v, None, self.q_norm.eps)
+        v = F.rms_norm(v, v.shape[-1:], eps=self.q_norm.eps)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         found = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=1.0, enable_gqa=self.shares_heads
