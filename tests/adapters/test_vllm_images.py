@@ -100,6 +100,23 @@ def test_prompts_have_a_placeholder_for_each_picture(
     assert [completion.error for completion in done] == [None] * 4
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_encodes_its_pictures_anew(
+    start: Callable[..., VllmEngine], processed: list[dict[str, Any]], replicas: int
+) -> None:
+    """Catches later rounds over the same prompts that find every picture encoded; a run of text
+    has nothing to forget."""
+    engine, form = start(method="none", data=replicas), form_of()
+    vllm: Any = engine.parts.engine
+    vllm = vllm if replicas == 1 else vllm._engine.inner
+    completions(engine, [replace(shown(), prompt_token_ids=[5])])
+    assert vllm.num_encoder_resets == 0
+    engine.parts.pictures = form
+    for number in (1, 2):
+        completions(engine, [prepared(form, [5, IMAGE], SMALL)])
+        assert vllm.num_encoder_resets == number
+
+
 def test_prompts_that_are_counted_otherwise_are_errors(
     start: Callable[..., VllmEngine], processed: list[dict[str, Any]]
 ) -> None:

@@ -158,6 +158,7 @@ def test_mimo_is_known_to_what_vllm_reads_configurations_with(
         (RuntimeError("CUDA error: out of memory\nand more"), UserError, "free device memory"),
         (ValueError("No available memory for the cache blocks."), UserError, "for the cache"),
         (NotImplementedError("no such layer"), CheckpointError, "no such layer"),
+        (AttributeError("no default_output_length"), CheckpointError, "default_output_length"),
         (
             ValueError("no head size 8\nand more"),
             CheckpointError,

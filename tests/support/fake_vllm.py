@@ -149,6 +149,7 @@ class LLMEngine:
         self.counters = {"drafts": 0, "drafted": [0] * 8, "accepted": [0] * 8}
         self.is_shut_down = False
         self.num_resets = 0  # of the prefix cache
+        self.num_encoder_resets = 0
         self.workers = [Worker(args, self.loaders) for _ in range(args.tensor_parallel_size)]
         self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         mode = args.compilation_config["cudagraph_mode"]
@@ -181,6 +182,10 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         self.num_resets += 1
         return not self.requests
+
+    def reset_encoder_cache(self) -> None:
+        assert not self.requests
+        self.num_encoder_resets += 1
 
     def abort_request(self, names: Sequence[str]) -> None:
         for name in names:
@@ -254,6 +259,9 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self) -> bool:
         return self.inner.reset_prefix_cache()
+
+    async def reset_encoder_cache(self) -> None:
+        self.inner.reset_encoder_cache()
 
     async def abort(self, names: Sequence[str]) -> None:
         self.aborted += names

@@ -61,6 +61,10 @@ class DataParallel:
         found: bool | None = self._loop.run_until_complete(self._engine.reset_prefix_cache())
         return found
 
+    def reset_encoder_cache(self) -> None:
+        """Forgets the encoder outputs of images in every copy."""
+        self._loop.run_until_complete(self._engine.reset_encoder_cache())
+
     def collective_rpc(self, method: str) -> list[Any]:
         """Results of a method of the workers, by worker."""
         found: list[Any] = self._loop.run_until_complete(self._engine.collective_rpc(method))

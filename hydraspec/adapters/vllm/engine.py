@@ -81,6 +81,8 @@ class VllmEngine(Engine):
         self._num_runs += 1
         if self.parts.config.engine.prefix_caching:
             self._empty_prefix_cache()
+        if self.parts.pictures is not None:  # as in the native engine: each run encodes its images
+            self.parts.engine.reset_encoder_cache()
         try:
             while (joining := pending.joining(len(offered))) is not None:
                 sequences = [

@@ -43,6 +43,11 @@ MAX_REASON = 600  # characters of vLLM's own words in a message
 LOAD_FORMATS = {Weights.checkpoint: "auto", Weights.random: LOAD_FORMAT}
 _LINK = "For further information visit"
 _CHECKED_VALUES = re.compile(r" \[type=.*")
+# What vLLM raises for files that it cannot use; AttributeError: a key of config.json is missing.
+WRONG_FILES = (
+    *(ValueError, TypeError, RuntimeError, KeyError, OSError, AssertionError),
+    *(AttributeError, ModuleNotFoundError),
+)
 METHODS = {  # where vLLM has another name; a folder tells it an assistant or DFlash2
     "gemma4_mtp": "mtp",
     "peagle": "eagle3",
@@ -325,7 +330,7 @@ def _start(config: RunConfig, arguments: dict[str, Any], stats: StepStats | None
             return start_data_parallel(arguments)
         loggers = None if stats is None else [stats.attach]
         return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
-    except (ValueError, TypeError, RuntimeError, KeyError, OSError, AssertionError) as error:
+    except WRONG_FILES as error:
         failed = (
             f"vLLM cannot start with target {config.target.checkpoint!r} and "
             f"method={config.method.name} ({type(error).__name__}: {_reason(error)})"
