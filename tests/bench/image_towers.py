@@ -23,26 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 import torch
 from gemma4_oracle import text_config
+from image_shapes import LARGE, SHARED, SMALL
 from rich.console import Console
 from rich.table import Table
 from vision_oracle import BOI, EOI, IMAGE, make_wrapper, padded, random_image
 
 from hydraspec.models import load_target
 
-SMALL = {  # E2B and E4B
-    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16},
-    **{"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64},
-    **{"standardize": False, "use_clipped_linears": True},
-}
-LARGE = {  # 26B-A4B and 31B
-    **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
-    **{"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72},
-    **{"standardize": True, "use_clipped_linears": False},
-}
-SHARED = {
-    **{"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240},
-    **{"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
-}
 TOWERS = {"E4B": (SMALL, 2560), "31B": (LARGE, 5376)}
 REPEATS = 7
 
