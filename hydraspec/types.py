@@ -133,6 +133,7 @@ class RequestStep:
     draft_token_ids: list[int]  # the drafts verified in this step, in order
     num_accepted: int  # the verifier's count, before a stop or limit cuts the output
     output_token_ids: list[int]  # emitted tokens, after a stop or limit has cut them
+    jump_forward_places: list[int] = field(default_factory=list)  # of drafts a grammar decided
     # Of each of these drafts, the drafter's estimate that it and those before it are accepted.
     draft_survivals: list[float] | None = None  # None: the drafter estimates nothing
 

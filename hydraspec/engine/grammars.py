@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.sampling.rules import num_words
 from hydraspec.types import ConfigurationError, Request, SamplingParams, Structured, WorkloadError
 
+MAX_TEXTS = 1 << 12  # that grammars leave no choice about, whose tokens are kept
 MAX_WHITESPACE = 1  # character between two parts of a JSON text; models would fill more room
 NOT_INSTALLED = (
     "sampling.structured needs the package xgrammar, which is not installed\n"
@@ -54,6 +56,18 @@ class GrammarCosts:
         }
 
 
+@dataclass(slots=True, frozen=True)
+class FollowedDrafts:
+    """A grammar along the N drafts of a request's step."""
+
+    # [N + 1, ceil(V / 32)] int32 of the tokens that are allowed after none of the drafts, the first
+    # one, and so on. After a draft that is none or that the grammar forbids, where nothing is
+    # accepted, and where the grammar leaves no token, all are allowed.
+    masks: np.ndarray
+    drafts: list[int]  # N; those of the drafter, but at the places that the grammar decides
+    decided: list[int]  # places, rising
+
+
 class Grammars:
     """Compiles each grammar of an engine's requests once."""
 
@@ -64,6 +78,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: dict[Structured, Any] = {}
+        self._tokens_of = lru_cache(MAX_TEXTS)(self._encode)
         self.costs = GrammarCosts()
 
     def check(self, requests: Seq[Request], config: RunConfig) -> None:
@@ -113,7 +128,7 @@ class Grammars:
         matcher = _xgrammar().GrammarMatcher(self._compile(structured))
         assert self._tokenizer is not None
         markers = self._tokenizer.reasoning_markers if request.may_reason else None
-        found = RequestGrammar(matcher, self._vocab_size, self.costs, markers)
+        found = RequestGrammar(matcher, self._vocab_size, self.costs, self._tokens_of, markers)
         if markers is not None:
             found.start_after(request.prompt_token_ids or [])
         return found
@@ -129,8 +144,12 @@ class Grammars:
         if grammar is None:
             return None
         grammar.accept(list(output))
-        words = grammar.masks([])[0].view(np.uint8)
+        words = grammar.follow([]).masks[0].view(np.uint8)
         return np.unpackbits(words, bitorder="little")[: self._vocab_size].astype(bool)
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode_within(text)
 
     def _compile(self, structured: Structured) -> Any:
         if structured not in self._compiled:
@@ -171,9 +190,12 @@ class RequestGrammar:
         matcher: Any,
         vocab_size: int,
         costs: GrammarCosts,
+        tokens_of: Callable[[str], list[int]],
         markers: tuple[int, int] | None = None,
     ) -> None:
+        """tokens_of: the tokenizer, without special tokens."""
         self._matcher, self._vocab_size, self._costs = matcher, vocab_size, costs
+        self._tokens_of = tokens_of
         self._markers = markers
         self._may_begin = markers is not None  # a reasoning section, with the next token
         self._is_reasoning = False
@@ -195,26 +217,44 @@ class RequestGrammar:
                 return tokens[:count]
         return tokens
 
-    def masks(self, drafts: Seq[int]) -> np.ndarray:
-        """Words [drafts + 1, ceil(V / 32)] int32 of the tokens that are allowed after none of the
-        drafts, the first one, and so on. After a draft that is none or that the grammar forbids,
-        where nothing is accepted, and where the grammar leaves no token, all are allowed."""
+    def follow(self, drafts: Seq[int]) -> FollowedDrafts:
+        """Go along the drafts of a step, and back. Where the grammar leaves one token, or one text
+        of several tokens, the draft is that token, or the text's first one: whatever the drafter
+        proposes, so that verification stays lossless (docs/adr/0051)."""
         start = time.perf_counter()
         words = np.full((len(drafts) + 1, num_words(self._vocab_size)), -1, dtype=np.int32)
         state, num_matched = (self._may_begin, self._is_reasoning), 0
+        chosen, decided = list(drafts), list[int]()
         self._fill(words, 0)
-        for place, draft in enumerate(drafts, start=1):
-            matched = self._follow(draft) if draft >= 0 else None
+        for place, draft in enumerate(drafts):
+            matched, token = None, self._decided_token(words[place])
+            if token is not None and (matched := self._follow(token)) is not None:
+                chosen[place] = token
+                decided.append(place)
+            elif draft >= 0:
+                matched = self._follow(draft)
             if matched is None:
                 break
             num_matched += matched
-            self._fill(words, place)
+            self._fill(words, place + 1)
         if num_matched:
             self._matcher.rollback(num_matched)
         self._may_begin, self._is_reasoning = state
         self._costs.mask_ms += (time.perf_counter() - start) * 1e3
         self._costs.num_masks += len(words)
-        return words
+        return FollowedDrafts(words, chosen, decided)
+
+    def _decided_token(self, words: np.ndarray) -> int | None:
+        """The only token of those allowed [ceil(V / 32)] (int32), or the first one of the text that
+        has to come next; None: there is a choice. The last token of a text may be a longer one."""
+        if self._is_reasoning or self._may_begin or self._matcher.is_terminated():
+            return None
+        used = np.flatnonzero(words)
+        if len(used) == 1 and (only := int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1:
+            return 32 * int(used[0]) + only.bit_length() - 1
+        text = self._matcher.find_jump_forward_string()
+        tokens = self._tokens_of(text) if text else []
+        return tokens[0] if len(tokens) > 1 else None
 
     def _fill(self, words: np.ndarray, place: int) -> None:
         if self._is_reasoning or self._matcher.is_terminated():

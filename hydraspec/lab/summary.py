@@ -138,6 +138,7 @@ def _acceptance(meter: Meter) -> Acceptance:
         "num_drafts": meter.num_drafts(),
         "num_draft_tokens": meter.num_draft_tokens(),
         "num_accepted_tokens": meter.num_accepted_tokens(),
+        "num_jump_forward_tokens": meter.num_jump_forward_tokens(),
         "acceptance_length": {
             "mean": length.mean,
             "ci95": length.ci95,

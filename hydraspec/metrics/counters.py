@@ -28,7 +28,8 @@ class RequestCounters:
 
     A step counts as a draft of this request if it verified at least one draft token; padding (ids
     below 0) is no draft token. Accepted tokens are those that the verifier accepted, also where
-    a stop or a limit then cuts them.
+    a stop or a limit then cuts them. Drafts that a grammar decided are no drafts of the drafter's:
+    they are counted apart, and positions skip them.
     """
 
     index: int
@@ -37,6 +38,7 @@ class RequestCounters:
     num_drafts: int = 0  # steps of this request that verified at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_jump_forward_tokens: int = 0  # accepted, of those that a grammar decided
     # By position i, steps that offered a draft, that accepted it, that offered it and accepted i-1.
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
@@ -75,9 +77,13 @@ class RequestCounters:
                 sums.decode_ms += ms_per_row * step.num_rows
         self._add_computed(step)
         num_offered = sum(token >= 0 for token in step.draft_token_ids)
+        num_accepted = min(step.num_accepted, num_offered)
+        num_jumped = sum(place < num_accepted for place in step.jump_forward_places)
+        self.num_jump_forward_tokens += num_jumped
+        num_offered -= len(step.jump_forward_places)
+        num_accepted -= num_jumped
         if num_offered == 0:
             return
-        num_accepted = min(step.num_accepted, num_offered)
         for sums in (self, totals):
             sums.num_drafts += 1
             sums.num_accepted_tokens += num_accepted

@@ -117,6 +117,11 @@ class Meter:
         """Draft tokens the verifier accepted, also where a stop or a limit then cut them."""
         return sum(c.num_accepted_tokens for c in self.completed)
 
+    def num_jump_forward_tokens(self) -> int:
+        """Accepted tokens that a grammar decided in the drafter's place. They are in none of the
+        other counts of drafts, and in no acceptance rate or length."""
+        return sum(c.num_jump_forward_tokens for c in self.completed)
+
     def acceptance_length(self) -> Estimate:
         """1 + num_accepted_tokens / num_drafts: tokens per verification, the bonus one included.
 

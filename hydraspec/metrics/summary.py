@@ -203,6 +203,7 @@ class Acceptance(TypedDict):
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_jump_forward_tokens: NotRequired[int]  # runs of earlier versions lack it
     acceptance_length: AcceptanceLength
     acceptance_length_percentiles: Percentiles
     acceptance_rate: float | None

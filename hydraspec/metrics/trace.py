@@ -82,6 +82,7 @@ def trace_row(request_id: str, step: int, part: RequestStep) -> Json:
         "num_computed_tokens": part.num_computed_tokens,
         "draft_token_ids": part.draft_token_ids,
         "num_accepted": part.num_accepted,
+        "jump_forward_places": part.jump_forward_places,
         "output_token_ids": part.output_token_ids,
         "target_ranks": None,
         "target_probabilities": None,

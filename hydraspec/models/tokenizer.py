@@ -40,6 +40,10 @@ class Tokenizer:
         """Token ids of a plain prompt, with the special tokens that the tokenizer adds itself."""
         return list(self._inner.encode(prompt))
 
+    def encode_within(self, text: str) -> list[int]:
+        """Token ids of a part of a text, without special tokens."""
+        return list(self._inner.encode(text, add_special_tokens=False))
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -14,7 +14,7 @@ from hydraspec_kernels.sampling.rules import constrained
 from torch import Tensor
 
 from hydraspec.parameters import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS
-from hydraspec.types import SamplingParams, SlotRules, TokenMasks
+from hydraspec.types import RequestState, SamplingParams, SlotRules, TokenMasks
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -101,14 +101,29 @@ class RuleWriter:
         rules.masks[slot].fill_(-1)
 
 
-def write_masks(rules: SlotRules, found: TokenMasks) -> None:
-    """Write the masks of a step. The host does not wait."""
-    words, rows = torch.from_numpy(found.words), torch.from_numpy(found.rows)
-    if rules.masks.is_cuda:
-        device = rules.masks.device
-        words = words.pin_memory().to(device, non_blocking=True)
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    rules.masks.view(-1, rules.masks.shape[-1]).index_copy_(0, rows, words)
+def write_masks(state: RequestState, found: TokenMasks) -> None:
+    """Write the masks of a step, and the distributions of drafts that grammars decide: one copy to
+    the device, for which the host does not wait."""
+    assert state.rules is not None
+    masks, num_rows, width = state.rules.masks, *found.words.shape
+    parts = [found.rows.view(np.int32), found.decided.ravel().view(np.int32), found.words.ravel()]
+    sent = torch.from_numpy(np.concatenate(parts))
+    if masks.is_cuda:
+        sent = sent.pin_memory().to(masks.device, non_blocking=True)
+    rows, decided, words = sent.split([len(part) for part in parts])
+    masks.view(-1, width).index_copy_(0, rows.view(torch.int64), words.view(num_rows, width))
+    if state.draft_probs is not None and len(found.decided):
+        numbers = decided.view(torch.int64).view(-1, 2)
+        _make_certain(state.draft_probs, state.draft_vocab_map, numbers)
+
+
+def _make_certain(probs: Tensor, vocab_map: Tensor | None, decided: Tensor) -> None:
+    """Give drafts that were not sampled a distribution [S, K, V'] that is certain of them: one
+    without mass, which is never accepted, where the drafter's vocabulary lacks the token."""
+    width = probs.shape[-1]
+    ids = torch.arange(width, device=probs.device) if vocab_map is None else vocab_map
+    rows = (ids == decided[:, 1:]).to(probs.dtype)
+    probs.view(-1, width).index_copy_(0, decided[:, 0], rows)
 
 
 def num_words(vocab_size: int) -> int:

@@ -8,16 +8,14 @@ processors.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from hydraspec_kernels.sampling.rules import reference
-from scipy.stats import chi2
+from sampled_cells import exact_cells, p_value
 from zoo_engines import DRAFTERS, engine_of
 
 from hydraspec.adapters.transformers.rules import processors
@@ -139,34 +137,25 @@ def sampled(target: str) -> Sampled:
         logit_bias=((first, 1.0), (third, -0.5)),
         bad_words=((second, third), (third, fourth)),
     )
-    return Sampled(prompt, sampling, exact_cells(engine, prompt, sampling))
+    return Sampled(prompt, sampling, exact(engine, prompt, sampling))
 
 
-def exact_cells(
+def exact(
     engine: NativeEngine, prompt: list[int], sampling: SamplingParams
 ) -> dict[tuple[int, ...], float]:
-    """Probabilities of the first LENGTH tokens: of the most likely tokens at each
-    place, and of all others together, as -1, with which a cell ends."""
     change = processors(sampling, len(prompt), [])
-    cells, open_cells = dict[tuple[int, ...], float](), {(): 1.0}
-    for _ in range(LENGTH):
-        longer = {}
-        for prefix, mass in open_cells.items():
-            ids = [*prompt, *prefix]
-            logits = torch.tensor(engine.next_token_logits(ids))[None].float()
-            probs = (change(torch.tensor([ids]), logits)[0] / sampling.temperature).softmax(-1)
-            best = probs.topk(MOST_LIKELY)
-            for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                longer[*prefix, token] = mass * probability
-            cells[*prefix, -1] = mass * (1 - float(best.values.sum()))
-        open_cells = longer
-    return cells | open_cells
+
+    def probs_after(prefix: list[int]) -> torch.Tensor:
+        ids = [*prompt, *prefix]
+        logits = torch.tensor(engine.next_token_logits(ids))[None].float()
+        return (change(torch.tensor([ids]), logits)[0] / sampling.temperature).softmax(-1)
+
+    return exact_cells(probs_after, LENGTH, MOST_LIKELY)
 
 
-def p_value(target: str, method: str, *typed: str) -> tuple[float, int]:
+def p_of_outputs(target: str, method: str, *typed: str) -> tuple[float, int]:
     """P-value of the outputs with this drafter, and how many drafts were accepted."""
     known = sampled(target)
-    cells = known.cells
     requests = [
         Request(
             index=i,
@@ -179,23 +168,7 @@ def p_value(target: str, method: str, *typed: str) -> tuple[float, int]:
     texts, num_accepted = outputs(
         engine_of(target, method, "engine.max_num_seqs=64", *typed), requests
     )
-    counts = Counter(cell_of(tuple(text[:LENGTH]), cells) for text in texts)
-    expected = np.array(list(cells.values())) * NUM_REQUESTS
-    observed = np.array([counts[cell] for cell in cells], dtype=float)
-    rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum())
-    observed = np.append(observed[~rare], observed[rare].sum())
-    statistic = ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
-    return float(chi2.sf(statistic, len(expected) - 1)), num_accepted
-
-
-def cell_of(tokens: tuple[int, ...], cells: dict[tuple[int, ...], float]) -> tuple[int, ...]:
-    """The cell of a text: the text, or its first tokens and -1 where the next is a rare one."""
-    known = {cell[:i] for cell in cells for i in range(LENGTH + 1)}
-    for i in range(LENGTH):
-        if tokens[: i + 1] not in known:
-            return (*tokens[:i], -1)
-    return tokens
+    return p_value(texts, known.cells, LENGTH), num_accepted
 
 
 @pytest.mark.parametrize(
@@ -207,7 +180,7 @@ def cell_of(tokens: tuple[int, ...], cells: dict[tuple[int, ...], float]) -> tup
 )
 def test_samples_under_rules_have_the_distribution_without_drafts(method: str, target: str) -> None:
     assert sum(sampled(target).cells.values()) == pytest.approx(1, abs=1e-5)
-    p, num_accepted = p_value(target, method)
+    p, num_accepted = p_of_outputs(target, method)
     assert p > ALPHA
     assert num_accepted > NUM_REQUESTS // 8 or method in ("ngram", "suffix")
 
@@ -217,7 +190,7 @@ def test_samples_under_rules_have_the_distribution_without_drafts(method: str, t
 def test_sampled_drafts_keep_the_distribution_under_rules(verification: str) -> None:
     """Drafts from the drafter's own distribution, which no rule changes, beside the ruled p."""
     typed = ("method.draft_sampling=probabilistic", f"method.verification={verification}")
-    p, num_accepted = p_value("tiny_qwen3", "eagle3", *typed)
+    p, num_accepted = p_of_outputs("tiny_qwen3", "eagle3", *typed)
     assert p > ALPHA
     assert num_accepted > NUM_REQUESTS // 8
 
@@ -234,5 +207,5 @@ def test_rules_that_forget_the_drafts_before_a_row_are_found(
         return reference.RowPlaces(found.request, found.slot, none, known)
 
     monkeypatch.setattr(reference, "row_places", places)
-    p, _ = p_value("tiny_qwen3", "eagle3")
+    p, _ = p_of_outputs("tiny_qwen3", "eagle3")
     assert p < ALPHA

@@ -29,7 +29,7 @@ Run = Callable[[], dict[str, Any]]
 SUMMARY_KEYS = """
 schema_version status engine target target_checkpoint method drafter num_speculative_tokens
 num_requests num_errors num_output_tokens num_image_tokens
-num_drafts num_draft_tokens num_accepted_tokens
+num_drafts num_draft_tokens num_accepted_tokens num_jump_forward_tokens
 acceptance_length acceptance_rate acceptance_rate_per_position
 conditional_acceptance_rate_per_position acceptance_length_by_category output_tokens_per_second
 time_per_output_token_ms time_to_first_token_ms time_breakdown_ms accuracy baseline speedup lossless
@@ -45,8 +45,8 @@ latency_ms num_cached_tokens num_image_tokens
 decode_tokens decode_ms decode_steps queue_ms inter_token_ms correct baseline meta
 """
 TRACE_KEYS = """
-request step num_computed_tokens draft_token_ids num_accepted output_token_ids target_ranks
-target_probabilities
+request step num_computed_tokens draft_token_ids num_accepted jump_forward_places output_token_ids
+target_ranks target_probabilities
 """
 
 

@@ -90,6 +90,19 @@ def test_padding_is_no_draft() -> None:
     assert metered(step(only_padding)).num_drafts() == 0
 
 
+def test_drafts_that_a_grammar_decides_are_counted_apart() -> None:
+    """Two of five are the drafter's, of which one was accepted; then none of three."""
+    jumped, all_decided = part(0, 5, 4), part(0, 3, 3)
+    jumped.jump_forward_places = [0, 2, 3]
+    all_decided.jump_forward_places = [0, 1, 2]
+    meter = metered(step(jumped), step(all_decided))
+    assert (meter.num_drafts(), meter.num_draft_tokens(), meter.num_accepted_tokens()) == (1, 2, 1)
+    assert meter.num_jump_forward_tokens() == 6
+    assert meter.acceptance_rate_per_position() == [1, 0, 0]
+    assert meter.acceptance_length().mean == 2
+    assert meter.counters[0].decode_tokens == 9
+
+
 def test_a_cut_last_step_counts_what_the_verifier_accepted() -> None:
     """Catches counting emitted tokens: a limit left two of four, but three drafts were accepted."""
     meter = metered(step(part(0, 3, 3, emitted=2)))

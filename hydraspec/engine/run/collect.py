@@ -139,6 +139,7 @@ class Collector:
     ) -> RequestStep:
         sequence, survivals = item.sequence, item.sequence.survivals
         offered = _offered(drafts, item.num_drafts)
+        decided = [] if item.follows is None else item.follows.decided
         num_computed = sequence.num_computed
         num_accepted = max(0, len(emitted) - 1)
         num_rejected = item.num_drafts - num_accepted if emitted else 0
@@ -159,7 +160,8 @@ class Collector:
             draft_token_ids=offered,
             num_accepted=num_accepted,
             output_token_ids=kept,
-            draft_survivals=None if survivals is None else survivals[: len(offered)],
+            jump_forward_places=decided,
+            draft_survivals=None if survivals is None or decided else survivals[: len(offered)],
         )
 
     def _num_worthwhile(self, survivals: Seq[float] | None) -> int | None:

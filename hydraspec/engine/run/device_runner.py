@@ -322,8 +322,7 @@ class DeviceRunner(Runner):
         run."""
         self.place_drafts(plan)
         if plan.masks is not None:
-            assert self.state.rules is not None
-            write_masks(self.state.rules, plan.masks)
+            write_masks(self.state, plan.masks)
         self._scored = None
         *first, last = self._split(plan)
         # Graphs share memory: the next one may write where these results are.

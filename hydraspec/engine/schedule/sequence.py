@@ -11,7 +11,7 @@ from hydraspec_kernels.attention import MOST_FUSED_ROWS
 
 from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.engine.finish import OfferedRequest
-from hydraspec.engine.grammars import RequestGrammar
+from hydraspec.engine.grammars import FollowedDrafts, RequestGrammar
 from hydraspec.sampling.flags import needs_of
 from hydraspec.speculators.host import DraftedText
 from hydraspec.types import Span
@@ -99,6 +99,7 @@ class Scheduled:
     is_prefill: bool
     samples: bool  # the rows reach the sequence's newest token
     number: int = 0  # of the step, from 1, once the step is launched
+    follows: FollowedDrafts | None = None  # its grammar along its drafts, if it has one
     scored: range = range(0)  # positions of prompt tokens that get log probabilities from its rows
     num_proposed: int = field(init=False)  # drafts of the host's drafter that the step has rows for
 
@@ -110,10 +111,15 @@ class Scheduled:
         """Tokens in the cache with its rows; an upper bound while drafts are in flight."""
         return self.num_computed + self.num_rows
 
-    def known_drafts(self) -> list[int]:
-        """The drafts under verification, known where no step is in flight; -1: none."""
-        found = self.sequence.continuation or self.sequence.next_tokens
-        return [*found, *[-1] * self.num_drafts][: self.num_drafts]
+    def follow_grammar(self) -> FollowedDrafts | None:
+        """Set and return `follows`, for the step's plan. A request with a grammar has no step in
+        flight when it verifies drafts, so that these are known."""
+        sequence = self.sequence
+        if sequence.grammar is not None and self.samples:
+            found = sequence.continuation or sequence.next_tokens
+            drafts = [*found, *[-1] * self.num_drafts][: self.num_drafts]
+            self.follows = sequence.grammar.follow(drafts)
+        return self.follows
 
     def score(self) -> range:
         """Set and return `scored`, for the step's plan."""

@@ -78,10 +78,12 @@ class SlotRules:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TokenMasks:
-    """Tokens that grammars allow in a step, in host memory, as SlotRules.masks has them."""
+    """Tokens that grammars allow in a step, in host memory, as SlotRules.masks has them, and the D
+    drafts that grammars decide (docs/adr/0051)."""
 
     rows: np.ndarray  # [R] int64: slot * (K+1) + drafts before the token
     words: np.ndarray  # [R, ceil(V / 32)] int32
+    decided: np.ndarray  # [D, 2] int64: slot * K + place of the draft, and its token
 
 
 class SlotSampling(Protocol):
