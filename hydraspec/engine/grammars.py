@@ -249,9 +249,11 @@ class RequestGrammar:
         has to come next; None: there is a choice. The last token of a text may be a longer one."""
         if self._is_reasoning or self._may_begin or self._matcher.is_terminated():
             return None
-        used = np.flatnonzero(words)
-        if len(used) == 1 and (only := int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1:
-            return 32 * int(used[0]) + only.bit_length() - 1
+        if np.count_nonzero(words) == 1:
+            (place,) = np.flatnonzero(words).tolist()
+            word = int(words[place]) & 0xFFFFFFFF
+            if word.bit_count() == 1:
+                return 32 * place + word.bit_length() - 1
         text = self._matcher.find_jump_forward_string()
         tokens = self._tokens_of(text) if text else []
         return tokens[0] if len(tokens) > 1 else None

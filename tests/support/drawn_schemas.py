@@ -21,9 +21,9 @@ def drawn_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def _drawn(rng: random.Random, depth: int) -> dict[str, Any]:
-    kinds = ["string", "pattern", "integer", "boolean", "null", "enum", "const", "any"]
+    kinds = ["string", "pattern", "integer", "number", "boolean", "null", "enum", "const", "any"]
     if depth < 2:
-        kinds += ["array", "object", "tuple"]
+        kinds += ["array", "object", "tuple", "one of two objects"]
     kind = rng.choice(kinds)
     if kind == "string":
         least = rng.randint(0, 3)
@@ -36,6 +36,9 @@ def _drawn(rng: random.Random, depth: int) -> dict[str, Any]:
     if kind == "integer":
         least = rng.randint(-50, 50)
         return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 900)}
+    if kind == "number":
+        least = rng.randint(-20, 20) / 4
+        return {"type": "number", "minimum": least, "maximum": least + rng.randint(1, 400) / 4}
     if kind in ("boolean", "null"):
         return {"type": kind}
     if kind == "enum":
@@ -44,6 +47,8 @@ def _drawn(rng: random.Random, depth: int) -> dict[str, Any]:
         return {"const": rng.choice(["Porto", 7, False])}
     if kind == "any":
         return {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 5}]}
+    if kind == "one of two objects":
+        return {"anyOf": [drawn_schema(rng, depth), drawn_schema(rng, depth)]}
     if kind == "tuple":
         return {
             "type": "array",
@@ -79,9 +84,10 @@ def is_valid(value: Any, schema: Any) -> bool:
             and schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 1 << 30)
             and re.search(schema.get("pattern", ""), value) is not None
         )
-    if kind == "integer":
+    if kind in ("integer", "number"):
         least, most = schema.get("minimum", -1e30), schema.get("maximum", 1e30)
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        types = int if kind == "integer" else (int, float)
+        return isinstance(value, types) and not isinstance(value, bool) and least <= value <= most
     if kind in ("boolean", "null"):
         return isinstance(value, bool) if kind == "boolean" else value is None
     if kind == "array":
