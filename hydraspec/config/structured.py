@@ -22,6 +22,8 @@ BESIDE = {  # sampling keys that leave a grammar no token, or no end, and their 
     "ignore_eos": "false",
     "min_tokens": "0",
     "bad_words": "[]",
+    "stop": "[]",  # these two could cut an output before its end
+    "stop_token_ids": "[]",
 }
 
 

@@ -210,6 +210,7 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         yield ["acceptance length", interval(length), "-"]
         yield ["  mean over requests", number(length["mean_over_requests"]), "-"]
         yield ["acceptance rate by position", rates, "-"]
+    yield from _grammar_rows(summary)
     if words := drafts_words(summary):
         yield ["steps by drafts, 0 to K", words, "-"]
     yield [
@@ -236,6 +237,13 @@ def _table_rows(summary: Summary, sides: Sequence[Summary | Baseline]) -> Iterat
         yield ["speedup", interval(summary["speedup"], "x"), "1"]
     if predicted := summary["prediction"]:
         yield ["  predicted", f"{predicted['speedup']:.2f}x", "-"]
+
+
+def _grammar_rows(summary: Summary) -> Iterator[list[str]]:
+    """Yields rows on the grammars of outputs; no row for a run without one."""
+    if found := summary.get("grammars"):
+        yield ["jump-forward tokens", str(summary.get("num_jump_forward_tokens", 0)), "-"]
+        yield ["compiling grammars, ms", number(found["compile_ms"], 1), "-"]
 
 
 def _share_rows(summary: Summary) -> Iterator[list[str]]:

@@ -23,6 +23,7 @@ TYPED = {  # what is typed → what the message has to say
     "sampling.logit_bias={5:101}": ["logit_bias.5=101", "-100 to 100", "bad_words bans"],
     "sampling.logit_bias={x:1}": ["logit_bias (token)=x", "whole numbers, 0 to"],
     "sampling.logit_bias={-1:1}": ["logit_bias (token)=-1", "ids of the target's tokenizer"],
+    "sampling.logit_bias={5:nan}": ["logit_bias.5=nan", "-100 to 100"],
     "sampling.bad_words=[5]": ["bad_words[0]=5", "a list, each entry a whole number"],
     "sampling.bad_words=[word]": ["bad_words[0]=word is text", "a list, each entry a whole number"],
     "sampling.bad_words=[[]]": ["bad_words[0]=[] is out of range", "1 to 16 token ids"],
@@ -59,6 +60,36 @@ def test_what_is_typed_wrong_gets_one_message(typed: str, said: list[str]) -> No
     for part in ("sampling.", "\n  allowed: ", "\n  to do: ", *said):
         assert part in message
     assert message.count("\n") == 2
+
+
+OUTSIDE = {  # what is typed → the place and the token that the message names
+    "sampling.logit_bias={5:1,768:1}": "sampling.logit_bias (token)=768",
+    "sampling.bad_words=[[5],[7,900]]": "sampling.bad_words (token)=900",
+    "sampling.stop_token_ids=[5,768]": "sampling.stop_token_ids[1]=768",
+}
+
+
+@pytest.mark.parametrize(("typed", "said"), OUTSIDE.items(), ids=OUTSIDE.keys())
+def test_ids_outside_the_vocabulary_get_one_message(typed: str, said: str) -> None:
+    (job,) = plan([typed]).jobs
+    reading.check_configured_ids(job.config, 901)
+    with pytest.raises(ConfigurationError) as caught:
+        reading.check_configured_ids(job.config, 768)
+    assert str(caught.value).startswith(f"{said} is outside the target's vocabulary\n")
+    assert "\n  allowed: 0 to 767\n  to do: " in str(caught.value)
+
+
+@pytest.mark.parametrize("sampling", [{"logit_bias": {"768": 1}}, {"bad_words": [[5, 768]]}])
+def test_ids_outside_the_vocabulary_in_a_line_get_one_message(
+    tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "sampling": sampling}))
+    (job,) = plan(["workload=jsonl", f"workload.path={path}"]).jobs
+    workload = reading.read(job.config)
+    assert workload is not None
+    with pytest.raises(WorkloadError, match=r"lines.jsonl:1: sampling\.\w+: 768 is outside"):
+        workload.check_vocabulary(768)
 
 
 HOT = {"temperature": 1}

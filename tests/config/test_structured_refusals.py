@@ -32,6 +32,8 @@ TYPED = {  # what is typed → what the message has to say
     f"{KEY}.regex=a sampling.ignore_eos=true": ["ignore_eos=true may leave", "allowed: false"],
     f"{KEY}.regex=a sampling.min_tokens=2": ["min_tokens=2 may leave", "allowed: 0"],
     f"{KEY}.regex=a sampling.bad_words=[[5]]": ["bad_words=[[5]] may leave", "allowed: []"],
+    f"{KEY}.regex=a sampling.stop=[a]": ["sampling.stop=[a] may leave", "allowed: []"],
+    f"{KEY}.regex=a sampling.stop_token_ids=[5]": ["stop_token_ids=[5] may leave", "allowed: []"],
     f"{KEY}.regex=a engine=vllm": ["engine.name=vllm follows no grammar", "engine=native"],
     f"{KEY}.regex=a engine=transformers": ["engine.name=transformers follows no grammar"],
     f"{KEY}.regex=a parallelism=pp2": ["parallelism.pipeline=2", "knows no drafts"],
@@ -60,6 +62,7 @@ LINES = {  # a line's sampling.structured, and keys beside it → what the messa
     "choices": ({"choice": ["a", ""]}, {}, "different strings of one character or more"),
     "eos": ({"regex": "a"}, {"ignore_eos": True}, "ignore_eos: true is not allowed"),
     "least": ({"regex": "a"}, {"min_tokens": 1}, "must be 0 beside sampling.structured"),
+    "stop": ({"regex": "a"}, {"stop": ["a"]}, "must be [] beside sampling.structured"),
 }
 
 
@@ -98,8 +101,13 @@ def test_a_line_goes_before_the_configuration(tmp_path: Path) -> None:
 
 BROKEN = [
     ("regex", "(a", "the parenthesis is not closed"),
+    ("regex", "a{3,1}", "lower bound is larger than upper bound"),
+    ("regex", r"(a)\1", "backreference"),
+    ("regex", "(?=a)a", "not supported"),
     ("regex", r"a\$[$]$|b", "^ and $ are not followed within"),
     ("grammar", "root ::= x", 'rule "x" is not defined'),
+    ("grammar", 'first ::= "a"', 'root rule with name "root" is not found'),
+    ("grammar", 'root ::= "a', "expect"),
     ("json", '{"type": "integral"}', 'unsupported type "integral"'),
 ]
 

@@ -8,14 +8,17 @@ probability above 0.95.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from sampled_cells import exact_cells, p_value
 from zoo_engines import DRAFTERS, engine_of
 
+import hydraspec
 from hydraspec.engine.native import NativeEngine
 from hydraspec.metrics.meter import Meter
 from hydraspec.sampling import rules
@@ -143,3 +146,22 @@ def test_decided_drafts_are_counted_apart() -> None:
         assert emitted >= each.decode_tokens  # an end cuts the last step
         assert emitted - each.decode_tokens <= engine.info.num_speculative_tokens
     assert decoding
+
+
+def test_a_run_says_what_its_grammar_cost_and_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["target=tiny_qwen3", "method=eagle3", "workload.limit=4", "tracker=none"]
+    typed += ["sampling.structured.regex='id: [0-9]{2} \\(new\\)'", "metrics.trace=true"]
+    summary = hydraspec.run([*typed, f"hydra.run.dir={tmp_path}"])
+    assert summary["grammars"]["num_grammars"] == 1
+    assert summary["grammars"]["compile_ms"] > 0
+    assert summary["num_jump_forward_tokens"] > 0
+    assert summary["lossless"]["verdict"] == "identical"
+    trace = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert summary["num_jump_forward_tokens"] == sum(
+        place < line["num_accepted"] for line in trace for place in line["jump_forward_places"]
+    )
+    console = capsys.readouterr().out
+    assert "compiling grammars, ms" in console
+    assert "jump-forward tokens" in console

@@ -129,6 +129,7 @@ def sampled(target: str) -> Sampled:
     first, second, third, fourth = outputs(engine, [request])[0][0]
     sampling = SamplingParams(
         temperature=2.0,
+        min_p=0.01,
         max_tokens=LENGTH,
         ignore_eos=True,
         presence_penalty=-0.4,
@@ -148,7 +149,9 @@ def exact(
     def probs_after(prefix: list[int]) -> torch.Tensor:
         ids = [*prompt, *prefix]
         logits = torch.tensor(engine.next_token_logits(ids))[None].float()
-        return (change(torch.tensor([ids]), logits)[0] / sampling.temperature).softmax(-1)
+        probs = (change(torch.tensor([ids]), logits)[0] / sampling.temperature).softmax(-1)
+        kept = probs.masked_fill(probs < sampling.min_p * probs.max(), 0)
+        return kept / kept.sum()
 
     return exact_cells(probs_after, LENGTH, MOST_LIKELY)
 
