@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 from drawn_grammars import Drawn, drawn_grammar
 from drawn_schemas import is_valid
-from graph_runs import attention_as_on_devices, graph_config, make_graph_engine
+from graph_runs import (
+    GRAPH_MODES,
+    attention_as_on_devices,
+    graph_config,
+    make_graph_engine,
+    no_waiting,
+)
 from grids import slow_unless
 from recorded_graphs import RecordedOps
 from thread_ranks import as_ranks
 from zoo_engines import DRAFTERS, engine_of
 
+from hydraspec.config.schema import Device, Dtype
 from hydraspec.config.structured import as_structured
 from hydraspec.engine.grammars import GrammarCosts, RequestGrammar
 from hydraspec.engine.native import NativeEngine
@@ -211,6 +218,27 @@ def test_graphs_and_steps_ahead_change_nothing(method: str, mode: str, ahead: bo
     found, _ = completions(engine, asked)
     assert tokens(found) == tokens(wanted)
     check(asked, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("method", ["eagle3", "gemma4_mtp", "dflash", "none"])
+def test_graphs_of_a_device_follow_the_masks_of_their_steps(method: str, mode: str) -> None:
+    """Greedy requests in float32: the CPU's tokens; nothing waits for the device but for events."""
+    asked = requests(others()[:5] * 2, longest=40)
+    wanted, _ = completions(NativeEngine(graph_config(method, "none", max_model_len=256)), asked)
+    config = graph_config(method, mode, device=Device.cuda, dtype=Dtype.float32, max_model_len=256)
+    engine = make_graph_engine(config, None)
+    engine.tokenize(asked)
+    engine.prepare(asked)
+    completions(engine, asked)
+    with no_waiting():
+        found, records = completions(engine, asked)
+    assert tokens(found) == tokens(wanted)
+    check(asked, found)
+    jumped = [place for r in records for part in r.requests for place in part.jump_forward_places]
+    assert bool(jumped) == (method != "none")
 
 
 def test_ranks_and_preempted_requests_give_what_one_process_gives() -> None:

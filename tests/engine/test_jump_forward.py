@@ -34,6 +34,9 @@ SAMPLING = SamplingParams(
 EVERY_DRAFT_IS_SAMPLED = "method.draft_sampling=probabilistic"
 
 
+ON_DEVICE = ("engine.device=cuda", EVERY_DRAFT_IS_SAMPLED)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _closed() -> Iterator[None]:
     yield
@@ -78,6 +81,12 @@ def p_of_outputs(target: str, method: str, *typed: str) -> tuple[float, int]:
         ("eagle3", (EVERY_DRAFT_IS_SAMPLED,)),
         ("eagle3", (EVERY_DRAFT_IS_SAMPLED, "method.verification=block")),
         pytest.param("eagle3", (), marks=pytest.mark.slow),
+        *(
+            pytest.param(
+                "eagle3", (*ON_DEVICE, f"method.verification={rule}"), marks=pytest.mark.gpu
+            )
+            for rule in ("standard", "block")
+        ),
         *(
             pytest.param(method, (), marks=pytest.mark.slow)
             for method in DRAFTERS

@@ -188,6 +188,22 @@ def test_samples_under_rules_have_the_distribution_without_drafts(method: str, t
     assert num_accepted > NUM_REQUESTS // 8 or method in ("ngram", "suffix")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "target"), DRAFTERS.items())
+def test_a_device_gives_the_tokens_and_the_distribution_without_drafts(
+    method: str, target: str
+) -> None:
+    """Greedy tokens of a CPU in float32; samples as above."""
+    typed = ("engine.max_num_seqs=5", "engine.max_num_batched_tokens=64")
+    on_cpu = engine_of(target, "none", *typed, "engine.device=cpu")
+    on_device = engine_of(target, method, *typed, "engine.device=cuda")
+    drafted, num_accepted = outputs(on_device, ruled_requests())
+    assert drafted == outputs(on_cpu, ruled_requests())[0]
+    assert num_accepted > 0
+    p, _ = p_of_outputs(target, method, "engine.device=cuda")
+    assert p > ALPHA
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verification", ["standard", "block"])
 def test_sampled_drafts_keep_the_distribution_under_rules(verification: str) -> None:

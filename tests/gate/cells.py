@@ -22,6 +22,7 @@ from matrix import (
     pairs,
     pictured_cells,
     rounded_kv_cells,
+    ruled_cells,
     typed_cells,
 )
 from setting import NOT_RUN, PartResult, Result, Setting
@@ -48,7 +49,7 @@ def run(setting: Setting) -> PartResult:
     """All cells, the device's and the CPU's at the same time."""
     started = time.monotonic()
     found = pairs(setting.tree)
-    more = [*rounded_kv_cells(), *pictured_cells(found), *copying_cells()]
+    more = [*rounded_kv_cells(), *pictured_cells(found), *copying_cells(), *ruled_cells()]
     cells = [*typed_cells(found), *more, *covered_cells(found)]
     names = setting.chosen(cell.name for cell in cells)
     chosen = [cell for cell in cells if cell.name in names]

@@ -189,6 +189,46 @@ def pictured_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
     ]
 
 
+PENALTIES = (
+    "sampling.presence_penalty=0.5",
+    "sampling.frequency_penalty=0.2",
+    "sampling.repetition_penalty=1.1",
+    "sampling.min_tokens=12",
+    "sampling.logit_bias={36:1.5,400:-3}",
+    "sampling.bad_words=[[226],[13,14]]",
+)
+SCHEMA = (
+    "sampling.structured.json={type: object, properties: {name: {type: string, maxLength: 12}, "
+    "age: {type: integer, minimum: 0, maximum: 150}}, required: [name, age]}"
+)
+SAMPLED_DRAFTS = ("method.draft_sampling=probabilistic", "method.verification=block")
+
+
+def ruled_cells() -> list[Cell]:
+    """Runs under rules on logits and under grammars: greedy, and with sampled drafts."""
+    wanted = (
+        ("penalties", "tiny_qwen3", "eagle3", True, "full_and_piecewise", PENALTIES),
+        ("penalties", "tiny_gemma4", "gemma4_mtp", False, "full", PENALTIES),
+        ("grammar", "tiny_qwen3", "eagle3", True, "full_and_piecewise", (SCHEMA,)),
+        ("grammar", "tiny_gemma4", "gemma4_mtp", False, "full", (SCHEMA,)),
+    )
+    return [
+        Cell(
+            name=f"{rules}-{target}-{method}-{graphs}",
+            is_greedy=greedy,
+            overrides=(
+                f"target={target}",
+                f"method={method}",
+                f"cudagraph={graphs}",
+                *(() if greedy else (*STOCHASTIC, *SAMPLING["min_p"], *SAMPLED_DRAFTS)),
+                *typed,
+                f"workload.limit={COVERED_REQUESTS}",
+            ),
+        )
+        for rules, target, method, greedy, graphs, typed in wanted
+    ]
+
+
 def factors(found: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """What the covering set crosses."""
     return {

@@ -16,6 +16,7 @@ from matrix import (
     pairs,
     pictured_cells,
     rounded_kv_cells,
+    ruled_cells,
     typed_cells,
 )
 
@@ -100,6 +101,17 @@ def test_each_drafter_of_the_target_that_reads_pictures_is_given_some():
         assert (config.workload.name, config.target.dtype.value) == ("images", "float32")
     chunked = [cell for cell in cells if "engine.max_num_batched_tokens=104" in cell.overrides]
     assert len(chunked) == 2
+
+
+def test_rules_and_grammars_are_greedy_in_one_cell_and_sampled_in_another():
+    cells = ruled_cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 4
+    for cell in cells:
+        (config,) = [job.config for job in plan([*cell.mirrored.overrides, "tracker=none"]).jobs]
+        assert (config.sampling.temperature == 0) == cell.is_greedy
+        assert (config.sampling.structured.json is not None) == cell.name.startswith("grammar")
+        assert (config.sampling.min_tokens == 12) == cell.name.startswith("penalties")
+        assert (config.method.verification.value == "block") != cell.is_greedy
 
 
 @pytest.mark.parametrize("index", [0, 20, 40])

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydraspec_kernels.sampling.records import EVERYTHING
+from hydraspec_kernels.sampling.records import EVERYTHING, SamplingTensors
 from hydraspec_kernels.sampling.rules import constrained
+from hydraspec_kernels.sampling.truncation.reference import target_probs
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 
 from hydraspec.adapters.transformers.rules import processors
 from hydraspec.sampling.flags import flags_of
@@ -19,6 +21,7 @@ from hydraspec.types import SamplingParams
 
 NUM_CASES = 500
 VOCAB, K, EOS = 24, 4, 1
+NO_IDS = torch.empty(1, 0, dtype=torch.long)
 
 
 def drawn_rules(rng: np.random.Generator, text: list[int]) -> SamplingParams:
@@ -78,8 +81,9 @@ def windows(make_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_rules_are_those_of_transformers_at_every_draft(windows: Callable[..., Any]) -> None:
-    """500 random requests, float32. Fails if a rule looks one token too far or too near, forgets
-    the drafts before a row, counts prompt tokens as output, or outlives its slot's owner."""
+    """500 random requests, float32; half of them sample, with min_p. Fails if a rule looks one
+    token too far or too near, forgets the drafts before a row, counts prompt tokens as output, or
+    outlives its slot's owner."""
     rng = np.random.default_rng(0)
     num_cases = num_changed = 0
     while num_cases < NUM_CASES:
@@ -95,8 +99,24 @@ def test_rules_are_those_of_transformers_at_every_draft(windows: Callable[..., A
                 expected = change(ids, rows[place, j : j + 1].clone())[0]
                 torch.testing.assert_close(found[place, j], expected, rtol=1e-6, atol=2e-6)
                 num_changed += not torch.equal(expected, rows[place, j])
+                if place % 2:
+                    check_min_p(found[place, j], expected, rng)
         num_cases += len(cases)
     assert num_changed > NUM_CASES
+
+
+def check_min_p(row: torch.Tensor, expected: torch.Tensor, rng: np.random.Generator) -> None:
+    """Probabilities of a row under rules are transformers' after temperature and min_p."""
+    temperature, min_p = float(rng.uniform(0.3, 2)), float(rng.uniform(0, 0.5))
+    warped = TemperatureLogitsWarper(temperature)(NO_IDS, expected[None])
+    probs = MinPLogitsWarper(min_p)(NO_IDS, warped).softmax(-1)
+    sampling = SamplingTensors(
+        temperature=torch.tensor([temperature]),
+        top_k=torch.zeros(1, dtype=torch.int64),
+        top_p=torch.ones(1),
+        min_p=torch.tensor([min_p]),
+    )
+    torch.testing.assert_close(target_probs(row[None], sampling), probs, rtol=1e-5, atol=1e-6)
 
 
 def test_slots_without_rules_keep_their_logits(windows: Callable[..., Any]) -> None:
