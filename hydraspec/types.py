@@ -79,6 +79,7 @@ class Request:
     scoring: Literal["text", "number", "defines"] = "text"  # how `answer` is compared
     pictures: tuple[Picture, ...] = ()  # of the image parts of messages; become spans and images
     error: str | None = None  # why it cannot be served; engines end it with this error
+    num_filled: int = 0  # leading prompt tokens with random KV: to time steps, not for output
 
     @property
     def tokens(self) -> Prompt:

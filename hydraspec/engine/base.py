@@ -131,6 +131,11 @@ class Engine(ABC):
         """Build ahead of time what `run` would build when these requests first need it."""
         return None
 
+    def most_at_once(self, num_tokens: int) -> int | None:
+        """Number of requests of `num_tokens`, prompt and output, that may run at once; None from an
+        engine that cannot say."""
+        return None
+
     def has_eager_steps(self) -> bool:
         """Returns whether some steps run on a device without graphs, so that their kernels are
         compiled when a step first needs them."""

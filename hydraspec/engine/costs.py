@@ -1,13 +1,14 @@
-"""Milliseconds of decode steps by their requests and drafts: how they are timed, and the table that
-a run saves and later runs read. The module uses no engine.
+"""Milliseconds of decode steps by their requests, drafts and context: how they are timed, and the
+table that a run saves and later runs read. The module uses no engine.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -18,8 +19,10 @@ import numpy as np
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import StepRecord
 
-SCHEMA_VERSION = 1
-Grid = tuple[tuple[float, ...], ...]  # a row per batch, a column per number of drafts
+SCHEMA_VERSION = 2  # 1 had no contexts
+READABLE = (1, SCHEMA_VERSION)
+# A row per context and batch, batches of the first context first; a column per number of drafts.
+Grid = tuple[tuple[float, ...], ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,7 +40,8 @@ class StepCost:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CostTable:
-    """Decode steps of one engine at measured batches and numbers of drafts.
+    """Decode steps of one engine at measured batches and numbers of drafts, and where they are
+    given at measured context lengths.
 
     An entry is of a step in which every request has K drafts to verify and drafts K. With K=0 in a
     table of an engine without a drafter it is the cost of the baseline's step.
@@ -49,25 +53,17 @@ class CostTable:
 
     batches: tuple[int, ...]  # requests in a step, ascending
     drafts: tuple[int, ...]  # drafts per request (K), ascending
-    step_ms: Grid
+    step_ms: Grid  # an empty row: not measured, as the KV of such a batch does not fit
     draft_ms: Grid | None = None  # the part of step_ms that is drafting; None: not measured
     # Share of draft i accepted after i accepted ones, in the measured steps; empty: unknown.
     rates: tuple[float, ...] = ()
+    contexts: tuple[int, ...] = ()  # tokens of a request in the KV cache, ascending; empty: unknown
 
     def __post_init__(self) -> None:
-        for name, values, least in (("batches", self.batches, 1), ("drafts", self.drafts, 0)):
-            if not values or list(values) != sorted(set(values)) or values[0] < least:
-                raise ValueError(f"{name} {list(values)} are not ascending numbers from {least}")
+        self._check_axes()
         for name, grid in (("step_ms", self.step_ms), ("draft_ms", self.draft_ms)):
-            if grid is None:
-                continue
-            if [len(row) for row in grid] != [len(self.drafts)] * len(self.batches):
-                raise ValueError(
-                    f"{name} is not {len(self.batches)} batches by {len(self.drafts)} drafts"
-                )
-            least_ms = math.ulp(0.0) if grid is self.step_ms else 0.0
-            if not all(least_ms <= each < math.inf for row in grid for each in row):
-                raise ValueError(f"{name} has a time that is not positive and finite")
+            if grid is not None:
+                self._check_grid(name, grid)
         for steps, parts in zip(self.step_ms, self.draft_ms or (), strict=False):
             if any(part > step for step, part in zip(steps, parts, strict=True)):
                 raise ValueError("draft_ms is more than the step's whole time")
@@ -76,26 +72,94 @@ class CostTable:
         if not all(0 <= rate <= 1 for rate in self.rates):
             raise ValueError("rates has one that is not from 0 to 1")
 
-    def at(self, batch: float, num_drafts: int) -> StepCost:
-        """The cost of a step of `batch` requests with `num_drafts` each: linear between measured
-        neighbours, and outside the measured range that of the nearest edge.
-        """
+    def _check_axes(self) -> None:
+        axes = [("batches", self.batches, 1), ("drafts", self.drafts, 0)]
+        axes += [("contexts", self.contexts, 1)] if self.contexts else []
+        for name, values, least in axes:
+            if not values or list(values) != sorted(set(values)) or values[0] < least:
+                raise ValueError(f"{name} {list(values)} are not ascending numbers from {least}")
 
-        def between(grid: Grid) -> float:
-            by_batch = [np.interp(num_drafts, self.drafts, row) for row in grid]
-            return float(np.interp(batch, self.batches, by_batch))
+    def _check_grid(self, name: str, grid: Grid) -> None:
+        widths, num_batches = [len(row) for row in grid], len(self.batches)
+        planes = f"{len(self.contexts)} contexts of " if self.contexts else ""
+        known = [width for width in widths if width or not self.contexts]
+        is_whole = len(grid) == max(1, len(self.contexts)) * num_batches
+        if not is_whole or known != [len(self.drafts)] * len(known):
+            raise ValueError(
+                f"{name} is not {planes}{num_batches} batches by {len(self.drafts)} drafts"
+            )
+        if not all(any(widths[i : i + num_batches]) for i in range(0, len(grid), num_batches)):
+            raise ValueError(f"{name} has a context without any batch")
+        if grid is not self.step_ms and widths != [len(row) for row in self.step_ms]:
+            raise ValueError(f"{name} is not of the batches that step_ms has")
+        least_ms = math.ulp(0.0) if grid is self.step_ms else 0.0
+        if not all(least_ms <= each < math.inf for row in grid for each in row):
+            raise ValueError(f"{name} has a time that is not positive and finite")
 
+    def at(self, batch: float, num_drafts: int, context: float | None = None) -> StepCost:
+        """The cost of a step of `batch` requests with `num_drafts` each and `context` tokens each
+        in the KV cache (None: the shortest measured): linear between measured neighbours, and
+        outside the measured range that of the nearest edge. At a context with fewer batches than
+        others the largest one there is that edge."""
         return StepCost(
-            step_ms=between(self.step_ms),
-            draft_ms=None if self.draft_ms is None else between(self.draft_ms),
+            step_ms=self._between(self.step_ms, batch, num_drafts, context),
+            draft_ms=None
+            if self.draft_ms is None
+            else self._between(self.draft_ms, batch, num_drafts, context),
         )
+
+    def _between(self, grid: Grid, batch: float, num_drafts: int, context: float | None) -> float:
+        def at_context(index: int) -> float:
+            rows = grid[index * len(self.batches) : (index + 1) * len(self.batches)]
+            known = [(at, row) for at, row in zip(self.batches, rows, strict=True) if row]
+            by_batch = [np.interp(num_drafts, self.drafts, row) for _, row in known]
+            return float(np.interp(batch, [at for at, _ in known], by_batch))
+
+        if context is None or len(self.contexts) < 2:
+            return at_context(0)
+        longer = min(max(bisect_right(self.contexts, context), 1), len(self.contexts) - 1)
+        ends = self.contexts[longer - 1 : longer + 1]
+        return float(np.interp(context, ends, [at_context(longer - 1), at_context(longer)]))
+
+    def measured(self, batch: int, context: int) -> bool:
+        """Returns whether steps of this batch at this one of `contexts` were measured."""
+        row = self.contexts.index(context) * len(self.batches) + self.batches.index(batch)
+        return bool(self.step_ms[row])
 
     def as_json(self) -> dict[str, Any]:
         """The content of a file that `from_json` takes."""
         content = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        if not self.rates:
-            del content["rates"]
+        for optional in ("rates", "contexts"):
+            if not content[optional]:
+                del content[optional]
         return content
+
+
+def over_contexts(tables: Mapping[int, CostTable], rates: Sequence[float] = ()) -> CostTable:
+    """One table of those measured at each context, by its tokens. All have the same drafts; batches
+    that some lack are not measured there."""
+    contexts = sorted(tables)
+    batches = sorted({batch for table in tables.values() for batch in table.batches})
+
+    def grid(of: Callable[[CostTable], Grid | None]) -> Grid | None:
+        rows: list[tuple[float, ...]] = []
+        for context in contexts:
+            if (found := of(tables[context])) is None:
+                return None
+            by_batch = dict(zip(tables[context].batches, found, strict=True))
+            rows += [by_batch.get(batch, ()) for batch in batches]
+        return tuple(rows)
+
+    step_ms = grid(lambda table: table.step_ms)
+    assert step_ms is not None
+    return CostTable(
+        batches=tuple(batches),
+        drafts=tables[contexts[0]].drafts,
+        step_ms=step_ms,
+        draft_ms=grid(lambda table: table.draft_ms),
+        rates=tuple(rates),
+        contexts=tuple(contexts),
+    )
 
 
 Size = tuple[int, int]  # of a step: its requests, and the drafts of each
@@ -164,8 +228,8 @@ def from_json(found: object, source: str) -> CostTable:
         ConfigurationError: the content is no such table.
     """
     try:
-        if not isinstance(found, Mapping) or found.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is not {SCHEMA_VERSION}")
+        if not isinstance(found, Mapping) or found.get("schema_version") not in READABLE:
+            raise ValueError(f"schema_version is not {' or '.join(map(str, READABLE))}")
         draft_ms = found["draft_ms"]
         return CostTable(
             batches=tuple(_whole(each) for each in found["batches"]),
@@ -173,6 +237,7 @@ def from_json(found: object, source: str) -> CostTable:
             step_ms=_grid(found["step_ms"]),
             draft_ms=None if draft_ms is None else _grid(draft_ms),
             rates=tuple(float(each) for each in found.get("rates", ())),
+            contexts=tuple(_whole(each) for each in found.get("contexts", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
         problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)

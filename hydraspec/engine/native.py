@@ -139,6 +139,8 @@ class NativeEngine(Engine):
         if self._scheduler.step_drafts is not None:
             self._scheduler.step_drafts.start_over()
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
+            if any(request.num_filled for request in requests):
+                self.parts.runner.kv.fill()
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
                     offered_at = admission.offered_at(request)
@@ -287,6 +289,12 @@ class NativeEngine(Engine):
         lengths.costs = None if agreed is None else from_json(agreed, "rank 0")
         if agreed is None:
             log.warning(NOT_MEASURED)
+
+    def most_at_once(self, num_tokens: int) -> int:
+        scheduler = self._scheduler
+        num_rows = 1 + scheduler.num_speculative_tokens + scheduler.num_lookahead_tokens
+        held = scheduler.kv.most_requests(num_tokens, num_rows)
+        return min(held, scheduler.max_num_seqs) if num_tokens < scheduler.max_model_len else 0
 
     def has_eager_steps(self) -> bool:
         graphs = self.parts.runner.graphs

@@ -59,6 +59,9 @@ class Measurement:
         concurrency: int | None,
         arrivals: ArrivalProcess = AT_ONCE,
     ) -> None:
+        assert not any(request.num_filled for request in requests), (
+            "their outputs are not the target's"
+        )
         self.requests = requests
         self._arrivals = arrivals
         self._sinks = sinks

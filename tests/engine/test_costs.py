@@ -7,7 +7,7 @@ import pytest
 import records
 from records import part
 
-from hydraspec.engine.costs import CostTable, StepTimes, from_json, read
+from hydraspec.engine.costs import CostTable, StepTimes, from_json, over_contexts, read
 from hydraspec.errors import ConfigurationError
 
 TABLE = CostTable(
@@ -101,7 +101,11 @@ def test_a_table_survives_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"schema_version": 2}, "schema_version"),
+        ({"schema_version": 3}, "schema_version"),
+        ({"contexts": [64, 32]}, "contexts"),
+        ({"contexts": [64, 128]}, "2 contexts of 3 batches by 3 drafts"),
+        ({"contexts": [64], "step_ms": [[], [], []], "draft_ms": None}, "without any batch"),
+        ({"contexts": [64], "step_ms": [[1, 2, 3], [4, 6, 8], []]}, "batches that step_ms has"),
         ({"batches": [4, 1, 16]}, "batches"),
         ({"batches": [0, 4, 16]}, "batches"),
         ({"batches": [1, 4.5, 16]}, "4.5"),
@@ -121,6 +125,48 @@ def test_a_file_that_is_no_table_is_one_message(changed, says):
     with pytest.raises(ConfigurationError, match=r"a\.json: no table of step costs") as caught:
         from_json(content, "a.json")
     assert says in str(caught.value)
+
+
+SHORT = CostTable(batches=(1, 4), drafts=(0, 2), step_ms=((1.0, 2.0), (4.0, 6.0)))
+LONG = CostTable(batches=(1,), drafts=(0, 2), step_ms=((3.0, 8.0),))
+BY_CONTEXT = over_contexts({512: SHORT, 4608: LONG}, RATES)
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_drafts", "context", "step_ms"),
+    [
+        (1, 2, 512, 2.0),
+        (1, 2, 4608, 8.0),
+        (1, 2, 2560, 5.0),
+        (1, 1, 1536, 1.5 + 0.25 * 4.0),
+        (4, 0, 100, 4.0),
+        (1, 0, 99999, 3.0),
+        (4, 0, 4608, 3.0),
+        (4, 2, None, 6.0),
+    ],
+    ids=[
+        *("measured", "measured, long", "between contexts", "between all", "shorter", "longer"),
+        *("a batch that did not fit costs as the largest that did", "no context: the shortest"),
+    ],
+)
+def test_a_table_by_context(batch, num_drafts, context, step_ms):
+    assert BY_CONTEXT.at(batch, num_drafts, context).step_ms == pytest.approx(step_ms)
+
+
+def test_a_table_without_contexts_is_the_same_at_each():
+    assert TABLE.at(4, 2, 32768) == TABLE.at(4, 2)
+    assert TABLE.at(4, 2, 1) == TABLE.at(4, 2)
+
+
+def test_a_table_by_context_survives_its_file_and_files_without_contexts_are_read():
+    found = from_json(json.loads(json.dumps(BY_CONTEXT.as_json())), "a.json")
+    assert found == BY_CONTEXT
+    assert found.rates == RATES
+    assert found.measured(4, 512)
+    assert not found.measured(4, 4608)
+    old = {**TABLE.as_json(), "schema_version": 1}
+    assert "contexts" not in old
+    assert from_json(old, "a.json") == TABLE
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):

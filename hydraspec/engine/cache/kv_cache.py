@@ -25,13 +25,18 @@ from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.types import BlockTable, KVGroupSpec, PrefixCaching, Span
 
 NEVER = sys.maxsize
+NOISE_SEED, NOISE_ROWS = 0x6B76, 4096  # of the numbers of `fill`
 
 
 class Lease:
-    """Exclusive use of a cache, with all views of its blocks, by one run at a time."""
+    """Exclusive use of a cache, with all views of its blocks, by one run at a time.
+
+    Attributes:
+        is_filled: the blocks hold random numbers, or what runs wrote after those.
+    """
 
     def __init__(self) -> None:
-        self._is_taken = False
+        self._is_taken = self.is_filled = False
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -50,6 +55,16 @@ class Lease:
             yield
         finally:
             self._is_taken = False
+
+
+def write_noise(rows: Tensor) -> None:
+    """Fill cache rows [N, ...] with numbers from -1 to 1: NOISE_ROWS random rows again and
+    again. Equal seeds give equal numbers."""
+    shape = (min(NOISE_ROWS, len(rows)), *rows.shape[1:])
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(NOISE_SEED)) * 2 - 1
+    tile = noise.to(rows.device, rows.dtype)
+    for part in rows.split(NOISE_ROWS):
+        part.copy_(tile[: len(part)])
 
 
 class KVCache:
@@ -130,14 +145,7 @@ class KVCache:
     def can_ever_hold(self, num_tokens: int, num_lookahead_tokens: int = 0) -> bool:
         """Returns whether a request of `num_tokens` fits into an otherwise empty cache, row by row
         if need be, beside what a drafter writes after each row."""
-        for group in self._groups:
-            spec = group.spec
-            tokens = num_tokens
-            if spec.window is not None:
-                tokens = min(num_tokens, spec.window + spec.block_size)
-            if ceil_div(tokens + num_lookahead_tokens, spec.block_size) > group.num_blocks - 1:
-                return False
-        return True
+        return self.most_requests(num_tokens, num_lookahead_tokens) > 0
 
     def longest_prompt(self, max_model_len: int, num_lookahead_tokens: int) -> int:
         """Tokens of the longest prompt that there is room for beside one more token."""
@@ -189,6 +197,25 @@ class KVCache:
             group.clear()
         self._start_over(len(self._room))
 
+    def most_requests(self, num_tokens: int, num_lookahead_tokens: int = 0) -> int:
+        """Number of requests of `num_tokens` that an otherwise empty cache holds at once."""
+        return min(
+            (group.num_blocks - 1) // group.blocks_of(num_tokens, num_lookahead_tokens)
+            for group in self._groups
+        )
+
+    def fill(self) -> None:
+        """Write random numbers to every block but the null blocks, for requests that begin with
+        KV that was never computed (see Request.num_filled); once for a cache and its views."""
+        if self.lease.is_filled:
+            return
+        for group in self._groups:
+            for layer in group.spec.layers:
+                cache = self.caches[layer]
+                assert cache is not None
+                write_noise(cache[group.spec.block_size :])
+        self.lease.is_filled = True
+
     # ------------------------------------------------------------------ prefixes
 
     @property
@@ -199,22 +226,29 @@ class KVCache:
         has_draft_kv = any(spec.num_following_tokens for spec in self.specs)
         return PrefixCaching(block_size=self.alignment, has_draft_kv=has_draft_kv)
 
-    def keys_of(self, token_ids: Sequence[int], spans: Sequence[Span] = ()) -> PrefixKeys:
+    def keys_of(
+        self, token_ids: Sequence[int], spans: Sequence[Span] = (), num_filled: int = 0
+    ) -> PrefixKeys:
         """Keys for `find_prefix`, `take_prefix` and `publish` of a request whose `token_ids` may
-        grow and whose prompt has `spans`."""
+        grow and whose prompt has `spans`. With `num_filled` (see Request) its prefix has so many
+        tokens, in blocks that no other request finds."""
         unit = math.gcd(*(group.spec.block_size for group in self._groups))
-        return PrefixKeys(token_ids, unit, self._prefix_root or b"", spans)
+        return PrefixKeys(token_ids, unit, self._prefix_root or b"", spans, num_filled)
 
     def next_key(self, keys: PrefixKeys, count: int, most: int) -> bytes | None:
         """Key of all tokens up to the next possible end of a hit after `count` tokens; None: that
         end is after `most` tokens, or no blocks are cached."""
         end = count - count % self.alignment + self.alignment
-        return None if self._prefix_root is None or end > most else keys.key(end, 0)
+        if self._prefix_root is None or keys.num_filled or end > most:
+            return None
+        return keys.key(end, 0)
 
     def find_prefix(self, keys: PrefixKeys, most: int) -> int:
         """Number of leading tokens, at most `most`, whose KV is in cached blocks of every group: a
         multiple of all block sizes. `most` is below the number of tokens: a row is left to compute,
         and the following tokens that keys of blocks depend on are known."""
+        if keys.num_filled:
+            return keys.num_filled
         if self._prefix_root is None:
             return 0
         alignment = self.alignment
@@ -238,6 +272,11 @@ class KVCache:
         These blocks are shared and never written: the slot's own rows begin with its own blocks.
         """
         if not count:
+            return
+        if keys.num_filled:
+            for group in self._groups:
+                group.skip(slot, count)
+            self._publish_from[slot] = NEVER
             return
         for group in self._groups:
             group.take_hit(slot, keys, count)

@@ -54,6 +54,13 @@ class KVGroup:
         window = self.spec.window
         return None if window is None else ceil_div(window - 1, self.spec.block_size)
 
+    def blocks_of(self, num_tokens: int, num_lookahead_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` needs, row by row if need be, beside those that a
+        drafter writes after each row."""
+        if self.spec.window is not None:
+            num_tokens = min(num_tokens, self.spec.window + self.spec.block_size)
+        return ceil_div(num_tokens + num_lookahead_tokens, self.spec.block_size)
+
     def missing(self, slot: int, num_tokens: int) -> int:
         """Blocks that the slot lacks for positions below `num_tokens`."""
         return max(0, ceil_div(num_tokens, self.spec.block_size) - self.num_allocated[slot])
@@ -126,6 +133,13 @@ class KVGroup:
         self.live[slot, FIRST], self.live[slot, END] = needed.start, needed.stop
         self.first_live[slot] = needed.start
         self.num_allocated[slot] = self.num_published[slot] = needed.stop
+
+    def skip(self, slot: int, count: int) -> None:
+        """Begin a slot's row with the first block that queries at position `count` can see."""
+        first = self._needed(count).start
+        self._begin(slot)
+        self.live[slot, FIRST] = self.live[slot, END] = first
+        self.first_live[slot] = self.num_allocated[slot] = first
 
     def publish(self, slot: int, keys: PrefixKeys, num_final: int, alignment: int) -> int:
         """Give keys to the slot's blocks of rows below `num_final` whose following tokens are

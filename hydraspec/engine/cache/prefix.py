@@ -15,11 +15,18 @@ class PrefixKeys:
     """Keys of one request's blocks, from its tokens, which may grow, and its prompt's spans."""
 
     def __init__(
-        self, token_ids: Sequence[int], unit: int, root: bytes, spans: Sequence[Span] = ()
+        self,
+        token_ids: Sequence[int],
+        unit: int,
+        root: bytes,
+        spans: Sequence[Span] = (),
+        num_filled: int = 0,
     ) -> None:
         """unit: tokens per digest, of which every block size is a multiple; root: start of the
-        chain, different for models whose KV of the same tokens differs (see `root_key`)."""
+        chain, different for models whose KV of the same tokens differs (see `root_key`);
+        num_filled: see Request."""
         self.token_ids = token_ids
+        self.num_filled = num_filled
         self._spans = spans
         self._unit = unit
         self._digests = [root]  # entry i is the digest of the first i units

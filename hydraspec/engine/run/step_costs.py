@@ -4,12 +4,12 @@ choose K per step by these costs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import mean
 
 from hydraspec.engine.base import Engine
-from hydraspec.engine.costs import CostTable, StepTimes
+from hydraspec.engine.costs import CostTable, StepTimes, over_contexts
 from hydraspec.engine.schedule.draft_lengths import AcceptanceCounts, DraftLengths
 from hydraspec.types import Request, StepRecord
 
@@ -23,6 +23,11 @@ NOT_MEASURED = (
 )
 
 
+# Contexts of further planes of a table, and the least length of a request that has any.
+LADDER = (1024, 4096, 16384, 65536, 262144)
+APART = 2.0  # least ratio of two contexts
+
+
 def measure_costs(
     engine: Engine,
     requests: Sequence[Request],
@@ -34,32 +39,98 @@ def measure_costs(
     """Costs of steps of 1, 2, 4, … requests, up to as many as there are and run at once, without
     sizes of which too few steps ran; None if that leaves none.
 
-    Draft lengths alternate from step to step and batches from run to run, so that a machine that
-    gets slower does so for all. Which steps run depends on the requests alone, so that ranks run
-    the same steps. The table's rates of acceptance come from these steps.
+    First at the mean context of the requests' own steps, then with filled KV at the contexts of
+    `longer_contexts`, there without the batches that do not fit. Draft lengths alternate from step
+    to step and batches from run to run, so that a machine that gets slower does so for all. Which
+    steps run depends on the requests alone, so that ranks run the same steps. The table's rates of
+    acceptance come from the requests' own steps.
     """
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
-    sizes = sorted({-(-batch // num_micro_batches) for batch in batches})
-    times, counts = StepTimes(slowest=SLOWER_HALF), AcceptanceCounts(lengths.offered[-1])
-
-    def is_known(size: int) -> bool:
-        return all(len(times.step_ms[size, n]) >= NUM_STEPS for n in lengths.offered)
-
+    plane = Plane(engine, lengths, num_micro_batches)
     lengths.follow(cycle(lengths.offered))
     try:
-        for batch in batches * MAX_RUNS:
-            if is_known(-(-batch // num_micro_batches)):
-                continue
-            for event in engine.run(_copies(firsts, batch), concurrency=None):
-                if isinstance(event, StepRecord):
-                    times.add(event)
-                    counts.add(event.requests)
+        plane.measure(firsts, batches)
+        if (table := plane.table()) is None:
+            return None
+        context, rates = plane.mean_context(), plane.counts.rates()
+        tables = {context: table}
+        for longer in longer_contexts(firsts, context):
+            room = engine.most_at_once(longer + TOKENS_PER_RUN) or 0
+            plane = Plane(engine, lengths, num_micro_batches)
+            plane.measure(
+                [filled(request, longer) for request in firsts],
+                [batch for batch in batches if batch <= room],
+            )
+            if (table := plane.table()) is not None:
+                tables[longer] = table
     finally:
         lengths.follow(None)
-    known = [size for size in sizes if is_known(size)]
-    return _never_falling(times.table(known, lengths.offered, counts.rates())) if known else None
+    return over_contexts(tables, rates)
+
+
+@dataclass(slots=True)
+class Plane:
+    """Timed steps at one context: `counts` are of the drafts that they accepted."""
+
+    engine: Engine
+    lengths: DraftLengths
+    num_micro_batches: int
+    times: StepTimes = field(default_factory=lambda: StepTimes(slowest=SLOWER_HALF))
+    counts: AcceptanceCounts = field(init=False)
+    contexts: list[int] = field(default_factory=list)  # tokens of each request of each step
+
+    def __post_init__(self) -> None:
+        self.counts = AcceptanceCounts(self.lengths.offered[-1])
+
+    def measure(self, requests: Sequence[Request], batches: Sequence[int]) -> None:
+        """Run batches of the first requests until enough steps of each size ran."""
+        for batch in list(batches) * MAX_RUNS:
+            if self._is_known(-(-batch // self.num_micro_batches)):
+                continue
+            for event in self.engine.run(_copies(requests, batch), concurrency=None):
+                if isinstance(event, StepRecord):
+                    self.times.add(event)
+                    self.counts.add(event.requests)
+                    self.contexts += [
+                        part.num_computed_tokens for part in event.requests if not part.is_prefill
+                    ]
+
+    def _is_known(self, size: int) -> bool:
+        return all(len(self.times.step_ms[size, n]) >= NUM_STEPS for n in self.lengths.offered)
+
+    def table(self) -> CostTable | None:
+        """Costs of the sizes of which enough steps ran; None: of none."""
+        sizes = sorted({size for size, _ in self.times.step_ms})
+        known = [size for size in sizes if self._is_known(size)]
+        return _never_falling(self.times.table(known, self.lengths.offered)) if known else None
+
+    def mean_context(self) -> int:
+        """Mean tokens of a request of a timed step in the KV cache, 1 at least."""
+        return max(1, round(mean(self.contexts)))
+
+
+def longer_contexts(requests: Sequence[Request], context: int) -> list[int]:
+    """Contexts that steps of these requests reach and that are APART from `context`: of LADDER, and
+    that of the longest request; empty where all are about as long, or shorter than LADDER."""
+    prompts = [len(request.prompt_token_ids or ()) for request in requests]
+    ends = [
+        count + request.sampling.max_tokens
+        for count, request in zip(prompts, requests, strict=True)
+    ]
+    longest = max(ends) - TOKENS_PER_RUN
+    found = [each for each in LADDER if min(prompts) <= each <= longest / APART]
+    found += [longest] if longest >= LADDER[0] else []
+    return [each for each in found if not context / APART < each < context * APART]
+
+
+def filled(request: Request, context: int) -> Request:
+    """The request with a prompt of `context` tokens, its own again and again, all but the last of
+    which have KV that was never computed."""
+    ids = request.prompt_token_ids or [0]
+    repeated = (ids * -(-context // len(ids)))[:context]
+    return replace(request, prompt_token_ids=repeated, spans=(), images=(), num_filled=context - 1)
 
 
 def _copies(requests: Sequence[Request], count: int) -> list[Request]:

@@ -96,7 +96,9 @@ class Scheduler:
         if sequence.finish_reason:
             self.failed.append(sequence)
         else:
-            sequence.keys = self.kv.keys_of(sequence.token_ids, sequence.spans)
+            sequence.keys = self.kv.keys_of(
+                sequence.token_ids, sequence.spans, sequence.request.num_filled
+            )
             self.waiting.append(sequence)
 
     def schedule(self) -> list[Scheduled]:

@@ -37,7 +37,7 @@ def from_requests(requests: Sequence[Request]) -> Plain:
     return [
         [
             *(r.index, r.id, from_prompt(r.tokens), asdict(r.sampling)),
-            *(r.arrival_s, r.after, r.error, r.may_reason),
+            *(r.arrival_s, r.after, r.error, r.may_reason, r.num_filled),
         ]
         for r in requests
     ]
@@ -58,8 +58,9 @@ def to_requests(data: Plain, images: Mapping[str, Image]) -> list[Request]:
             after=after,
             error=error,
             may_reason=may_reason,
+            num_filled=num_filled,
         )
-        for index, id_, prompt, sampling, arrival_s, after, error, may_reason in data
+        for index, id_, prompt, sampling, arrival_s, after, error, may_reason, num_filled in data
     ]
 
 
