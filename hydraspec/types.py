@@ -293,6 +293,7 @@ class RequestState:
     top_p: Tensor  # [S] float32
     min_p: Tensor  # [S] float32
     seed: Tensor  # [S] int64
+    accepts: Tensor | None = None  # [S, L+1] int8, see SlotSampling; synthetic verification only
     draft_probs: Tensor | None = None  # [S, K, V_draft] float32, probabilistic drafts only
     draft_vocab_map: Tensor | None = None  # [V_draft] int64 target ids; None: V_draft is V
     draft_survivals: Tensor | None = None  # [S, K] float32, see Draft; None: not estimated

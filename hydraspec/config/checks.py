@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hydraspec.config.benches import BENCH, BENCHES, is_rising
 from hydraspec.config.choices import choices_of, packaged, shipped_shapes
 from hydraspec.config.drafts import (
     K_PER_STEP,
     MAX_SPECULATIVE_TOKENS,
+    RECORDED,
+    TRACE,
     check_min_survival,
     is_synthetic,
 )
@@ -181,12 +184,16 @@ METHOD_AND_ENGINE = (
     *K_PER_STEP,
     Rule(
         LENGTH,
-        lambda length, c: length is not None or not is_synthetic(c),
+        lambda length, c: (
+            length is not None or c.method.synthetic_trace is not None or not is_synthetic(c)
+        ),
         lambda length, c: f"1 to {_rows(c)} (K+1)",
         "leaves verification=synthetic without its target",
-        f"add {LENGTH}=<number>, or choose method.verification=standard",
+        f"add {LENGTH}=<number> or {TRACE}=<folder of a run>, or choose "
+        "method.verification=standard",
         when=_drafts,
     ),
+    *(replace(rule, when=_drafts) for rule in RECORDED),
     Rule(
         LENGTH,
         lambda length, c: length is None or is_synthetic(c),

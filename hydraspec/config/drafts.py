@@ -60,6 +60,47 @@ K_PER_STEP = (
 )
 
 
+TRACE = "method.synthetic_trace"
+RECORDED = (
+    Rule(
+        TRACE,
+        lambda trace, c: trace is None or is_synthetic(c),
+        "null",
+        "has no meaning with verification={c.method.verification.value}",
+        "add method.verification=synthetic, or leave the key out",
+    ),
+    Rule(
+        TRACE,
+        lambda trace, c: trace is None or c.method.synthetic_acceptance_length is None,
+        "null with method.synthetic_acceptance_length={c.method.synthetic_acceptance_length}",
+        "gives the acceptance a second time",
+        "leave one of the two keys out",
+    ),
+    Rule(
+        TRACE,
+        lambda trace, c: trace is None or c.engine.name == NATIVE,
+        "null with engine={c.engine.name}",
+        "is followed by engine=native alone",
+        "choose engine=native, or method.synthetic_acceptance_length=<number>",
+    ),
+    *(
+        Rule(
+            key,
+            lambda value, c: value is None or c.method.synthetic_trace is not None,
+            "null without " + TRACE,
+            "says which requests of a record are followed, and there is no record",
+            f"add {TRACE}=<folder of a run>, or leave the key out",
+        )
+        for key in ("method.synthetic_category", "method.synthetic_undraftable")
+    ),
+    Rule(
+        "method.synthetic_undraftable",
+        lambda share, c: share is None or 0 <= share <= 1,
+        "0 to 1, e.g. 0.5 for every second request",
+    ),
+)
+
+
 def check_min_survival(config: RunConfig) -> None:
     """Raise ConfigurationError where min_survival is set beside what it does not go with."""
     options, problem = config.method.options, ""

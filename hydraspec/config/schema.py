@@ -119,6 +119,9 @@ class MethodConfig:
     draft_sampling: DraftSampling = DraftSampling.greedy
     verification: Verification = Verification.standard
     synthetic_acceptance_length: float | None = None
+    synthetic_trace: str | None = None  # a run whose acceptance is followed, in place of a length
+    synthetic_category: str | None = None  # of the requests of that run; null: all
+    synthetic_undraftable: float | None = None  # share of requests whose drafts are all rejected
     # The method's own keys, an instance of the dataclass it declares; null for one without any.
     options: Any = field(default=None, metadata=OF_METHOD)
 

@@ -21,6 +21,7 @@ from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.grammars import Grammars
 from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
+from hydraspec.engine.recorded import read_recorded
 from hydraspec.engine.run.collect import Collected, Collector, Flight
 from hydraspec.engine.run.loading import Loaded, load, load_baseline
 from hydraspec.engine.run.plain_cache import load_plain
@@ -66,6 +67,7 @@ class NativeEngine(Engine):
     ) -> None:
         """Load what `config` names, or wrap parts that are loaded already, and grammars that are
         compiled for the same tokenizer (`baseline` does)."""
+        self._recorded = read_recorded(config.method)
         self.parts = loaded or load(config)
         target = self.parts.target
         self._grammars = grammars or Grammars(
@@ -222,6 +224,8 @@ class NativeEngine(Engine):
                     sequence.num_computed,
                 )
                 self._rules.write(sequence.slot, sequence.request.sampling, sequence.num_prompt)
+                if self._recorded is not None:
+                    self._recorded.write(self.parts.runner.state, sequence)
         return scheduled, self._scheduler.plan(scheduled) if scheduled else None
 
     def _flight(self, scheduled: list[Scheduled], launched: LaunchedStep) -> Flight:

@@ -40,7 +40,8 @@ DOCTOR_COMMAND = "python -m hydraspec.doctor"
 DOCTORS_GROUPS = ("target", "method", "workload", "engine", "sampling", "seed")
 OF_RUNS = {
     *("method.max_speculative_tokens", "method.costs", "method.draft_sampling"),
-    *("method.verification", "method.synthetic_acceptance_length"),
+    *("method.verification", "method.synthetic_acceptance_length", "method.synthetic_trace"),
+    *("method.synthetic_category", "method.synthetic_undraftable"),
     *("workload.concurrency", "workload.request_rate", "workload.burstiness", "workload.limit"),
 }
 

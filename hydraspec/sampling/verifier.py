@@ -48,7 +48,8 @@ class Verifier:
             return verify_sampled(whole, batch, state, self.rule, self.acceptance_length, flags)
         choices = vocabulary.greedy_tokens(logits, marks_not_finite=True)
         if self.rule is Rule.SYNTHETIC:
-            return verify_synthetic(choices, batch, state.seed, self.acceptance_length)
+            length = self.acceptance_length
+            return verify_synthetic(choices, batch, state.seed, length, state.accepts)
         # At temperature 0 a lossless rule accepts while the draft is the argmax, without draws.
         return verify_prefix(choices, batch)
 

@@ -194,6 +194,7 @@ def test_no_configuration_of_ours_is_left_out() -> None:
         "method": {
             *("name", "num_speculative_tokens", "checkpoint", "needs_checkpoint", "weights"),
             *("draft_sampling", "verification", "synthetic_acceptance_length"),
+            *("synthetic_trace", "synthetic_category", "synthetic_undraftable"),  # refused
             *("max_speculative_tokens", "costs"),  # of lengths chosen per step: refused
             "options",  # of methods from other packages, which engine=vllm refuses
         },

@@ -186,6 +186,12 @@ REFUSED = {
     f"{LENGTH}=2.0": [f"{LENGTH}=2", "verification=standard", SYNTHETIC],
     f"{SYNTHETIC} {LENGTH}=4.5": [f"{LENGTH}=4.5", "1 to 4"],
     f"method.verification=block {LENGTH}=2.0": ["verification=block"],
+    "method.synthetic_trace=x": ["trace=x has no meaning with verification=standard", SYNTHETIC],
+    f"{SYNTHETIC} method.synthetic_trace=x {LENGTH}=2": ["trace=x", "one of the two keys"],
+    f"{SYNTHETIC} method.synthetic_trace=x engine=vllm": ["trace=x", "engine=native"],
+    f"{SYNTHETIC} {LENGTH}=2 method.synthetic_category=x": ["category=x", "add method.synthetic_t"],
+    f"{SYNTHETIC} {LENGTH}=2 method.synthetic_undraftable=0.5": ["there is no record"],
+    f"{SYNTHETIC} method.synthetic_trace=x method.synthetic_undraftable=2": ["0 to 1, e.g. 0.5"],
     "workload.num_requests=3": [
         *("workload.num_requests=3 is no key of workload=tiny", "limit, path, request_rate\n"),
         "choose workload=images or workload=random",

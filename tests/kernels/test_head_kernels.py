@@ -319,6 +319,28 @@ def test_synthetic_verification(num_drafts: int, length: float, device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
+def test_synthetic_verification_of_recorded_counts(num_drafts: int, device: str) -> None:
+    """A row too far, another slot's or a draw would accept another number."""
+    choices, batch = verify_inputs(70, num_drafts)
+    batch.seq_lens, batch.slots = torch.randint(20, 900, (70,)), torch.randperm(90)[:70]
+    seed, counts = torch.randint(-99, 99, (90,)), torch.randint(0, 9, (90, 901))
+    accepts = counts.to(torch.int8)
+    wanted = verify_reference.verify_synthetic_reference(choices, batch, seed, 1.0, accepts)
+    got = verify_kernel.verify_synthetic_kernel(
+        choices.to(device), moved(batch, device), seed.to(device), 1.0, accepts.to(device)
+    )
+    assert_same(got, wanted)
+    first = batch.seq_lens - batch.num_drafts
+    whole = batch.samples & (batch.draft_tokens >= 0).all(1) & (wanted.not_finite == 0)
+    is_sound = (choices >= 0).take(batch.verify_rows).all(1)
+    found = wanted.num_sampled[whole & is_sound] - 1
+    recorded = counts[batch.slots, first].clamp(max=num_drafts)
+    assert found.equal(recorded[whole & is_sound])
+    assert num_drafts not in (1, 3) or len(found) > 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_commit_and_drafts(num_drafts: int, padding: int, device: str) -> None:

@@ -125,6 +125,23 @@ def test_verdicts_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_recorded_counts_are_accepted_as_the_reference_does(make_step: Any, device: str) -> None:
+    """Of sampled and greedy requests together; a mean length plays no part."""
+    step = steps(make_step, 3, 11, 0, "one_hot")
+    draw = torch.Generator().manual_seed(1)
+    accepts = torch.randint(0, 4, (2 * 9, 1100), generator=draw).to(torch.int8)
+    step.state.accepts = accepts
+    wanted = by_torch(step, "synthetic", 3)
+    tokens, num_sampled, _ = by_kernels(step, "synthetic", device)
+    assert tokens.equal(wanted.tokens)
+    assert num_sampled.equal(wanted.num_sampled)
+    batch = step.batch
+    offered = (batch.draft_tokens >= 0).cumprod(1).sum(1)
+    most = accepts[batch.slots, batch.seq_lens - batch.num_drafts]
+    assert num_sampled.equal((torch.minimum(most, offered) + 1) * batch.samples)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("verification", "drafts"), RULES_AND_DRAFTS)
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of numpy: -inf is meant
 def test_rows_that_are_not_finite_are_marked(

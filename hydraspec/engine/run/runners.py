@@ -53,6 +53,7 @@ def build_runner(
         draft_vocab_map=speculator.draft_vocab_map,
         # Stages hand over tokens alone.
         estimates_survival=speculator.estimates_survival and models.link is None,
+        follows_record=config.method.synthetic_trace is not None and num_drafts > 0,
     )
     verifier = build_verifier(
         config.method.verification.value,

@@ -23,12 +23,13 @@ def new_request_state(
     device: torch.device,
     draft_vocab_map: torch.Tensor | None = None,
     estimates_survival: bool = False,
+    follows_record: bool = False,
 ) -> RequestState:
     """Zeroed state of `num_slots` requests and one more slot that padding requests share.
 
     `draft_vocab_size` None: drafts are greedy and no probabilities are kept. `draft_vocab_map`
     [V_draft]: the target's ids of a narrower draft vocabulary. estimates_survival: drafts come with
-    estimates, which are kept.
+    estimates, which are kept. follows_record: acceptance is that of an earlier run.
     """
     # Drafts after the last token lie past max_model_len; one more column takes masked writes.
     columns = max_model_len + num_speculative_tokens + 2
@@ -39,7 +40,11 @@ def new_request_state(
     survivals = None
     if estimates_survival:
         survivals = torch.zeros(num_slots, num_speculative_tokens, device=device)
+    accepts = None
+    if follows_record:
+        accepts = torch.zeros(num_slots, columns, dtype=torch.int8, device=device)
     return RequestState(
+        accepts=accepts,
         token_ids=torch.zeros(num_slots, columns, dtype=torch.int64, device=device),
         num_computed=torch.zeros(num_slots, dtype=torch.int64, device=device),
         temperature=torch.zeros(num_slots, device=device),

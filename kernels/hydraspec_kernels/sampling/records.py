@@ -95,6 +95,9 @@ class SlotSampling(Protocol):
     top_p: Tensor  # [S] float32, 1 is off
     min_p: Tensor  # [S] float32, 0 is off
     seed: Tensor  # [S]
+    # [S, L + 1] int8, of Rule.SYNTHETIC: the most drafts that a step accepts whose first one is
+    # token number t; None: a mean length decides.
+    accepts: Tensor | None
     draft_probs: Tensor | None  # [S, K, V'] float32; None: drafts are certain, q = 1
     draft_vocab_map: Tensor | None  # [V'] the target's ids of the drafter's tokens; None: V' is V
 

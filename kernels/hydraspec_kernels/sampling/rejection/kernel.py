@@ -117,7 +117,7 @@ def residual_of_chunks(
     tl.store(residuals_ptr + out, residuals, mask=chunk < num_chunks)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["columns", "num_chunks"])
 def accept(
     num_accepted_ptr,  # [B] int32
     is_recovery_ptr,  # [B] int32
@@ -132,6 +132,8 @@ def accept(
     seq_lens_ptr,  # [B]
     slots_ptr,  # [B]
     seed_ptr,  # [S]
+    accepts_ptr,  # [S, L+1] int8, of the synthetic rule; None: MEAN_ACCEPTED decides
+    columns,
     num_chunks,
     RULE: tl.constexpr,
     MEAN_ACCEPTED: tl.constexpr,
@@ -144,8 +146,12 @@ def accept(
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     wait_for_inputs(PDL)
-    seed = tl.load(seed_ptr + tl.load(slots_ptr + request))
+    slot = tl.load(slots_ptr + request)
+    seed = tl.load(seed_ptr + slot)
     first = tl.load(seq_lens_ptr + request) - tl.load(num_drafts_ptr + request)
+    mean_accepted = MEAN_ACCEPTED
+    if accepts_ptr is not None:
+        mean_accepted = tl.load(accepts_ptr + slot * columns + first).to(tl.float64)
     offered = _num_offered(drafts_ptr, samples_ptr, request, K)
     accepted, running, scale, is_alive = offered * 0, 1.0, 1.0, offered >= 0
     for j in tl.static_range(K):
@@ -171,7 +177,7 @@ def accept(
                     accepted, scale = offered * 0 + (j + 1), running
             else:
                 if RULE == SYNTHETIC_RULE:
-                    is_accepted = draw < MEAN_ACCEPTED - j
+                    is_accepted = draw < mean_accepted - j
                 else:
                     p, q = tl.load(p_of_draft_ptr + at), 1.0
                     if q_of_draft_ptr is not None:

@@ -170,10 +170,11 @@ def _accept(
 ) -> Accepted:
     (b, k, _), batch = g.sizes, g.batch
     out = Accepted(g.ints(b), g.ints(b), g.floats(b))
+    accepts = g.state.accepts if rule is Rule.SYNTHETIC else None
     accept[(b,)](
         out.count, out.is_recovery, out.scale, s.p_of_draft, s.q_of_draft, s.peak, residuals,
         batch.draft_tokens, batch.num_drafts, g.samples, batch.seq_lens, batch.slots, g.state.seed,
-        g.num_chunks,
+        accepts, 0 if accepts is None else accepts.shape[1], g.num_chunks,
         RULE=int(rule), MEAN_ACCEPTED=mean_accepted if rule is Rule.SYNTHETIC else None, K=k,
         CHUNKS=_power_of_two(g.num_chunks), num_warps=2, **dependent_launch(g.logits),
     )  # fmt: skip

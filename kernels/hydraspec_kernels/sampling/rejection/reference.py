@@ -25,6 +25,7 @@ from hydraspec_kernels.sampling.records import (
 )
 from hydraspec_kernels.sampling.token_choice import draw_tokens
 from hydraspec_kernels.sampling.truncation.reference import target_probs
+from hydraspec_kernels.sampling.verification.reference import mean_accepted
 
 
 class Rule(IntEnum):
@@ -88,7 +89,7 @@ def verify_sampled_reference(
     """See `rejection.verify_sampled`."""
     trial = _trial(logits, batch, state, flags)
     if rule is Rule.SYNTHETIC:
-        acceptance = accept_synthetic(trial, acceptance_length)
+        acceptance = accept_synthetic(trial, mean_accepted(batch, acceptance_length, state.accepts))
     else:
         acceptance = (accept_standard if rule is Rule.STANDARD else accept_block)(trial)
     # Logits without a finite maximum accept no draft: the next token is emitted from them.
@@ -153,12 +154,12 @@ def _pass_probability(trial: Trial, r: Tensor, num_offered: Tensor) -> Tensor:
     return torch.where(length == num_offered.unsqueeze(1), ends, inside)
 
 
-def accept_synthetic(trial: Trial, acceptance_length: float) -> Acceptance:
-    """Acceptance by a fixed mean length, bonus included, whatever the drafts are: for benchmarks.
-    The next token is a sample of the target.
+def accept_synthetic(trial: Trial, mean_accepted: Tensor | float) -> Acceptance:
+    """Acceptance of `mean_accepted` drafts on average, one number or [B, 1], whatever the drafts
+    are: for benchmarks. The next token is a sample of the target.
     """
     index = torch.arange(trial.x.shape[1], device=trial.x.device)
-    rate = (acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
+    rate = mean_accepted - index.to(torch.float64)
     num_accepted = ((trial.u < rate) & trial.is_offered).cumprod(1).sum(1)
     return Acceptance(
         num_accepted=num_accepted, is_recovery=torch.zeros_like(num_accepted, dtype=torch.bool)

@@ -28,16 +28,23 @@ def verify_prefix(choices: Tensor, batch: VerifiedBatch) -> Verdict:
 
 
 def verify_synthetic(
-    choices: Tensor, batch: VerifiedBatch, seed: Tensor, acceptance_length: float
+    choices: Tensor,
+    batch: VerifiedBatch,
+    seed: Tensor,
+    acceptance_length: float,
+    accepts: Tensor | None = None,
 ) -> Verdict:
     """Accepts any draft j with probability min(1, max(0, acceptance_length - 1 - j)), then emits
     the choice after the accepted drafts. choices are as in `verify_prefix`; seed [S].
+
+    With accepts [S, L+1] int8 draft j of a step whose first draft is token number t is accepted if
+    j < accepts[slot, t], without a draw.
     """
     if runs_kernels(choices):
         from hydraspec_kernels.sampling.verification.kernel import verify_synthetic_kernel
 
-        return verify_synthetic_kernel(choices, batch, seed, acceptance_length)
-    return reference.verify_synthetic_reference(choices, batch, seed, acceptance_length)
+        return verify_synthetic_kernel(choices, batch, seed, acceptance_length, accepts)
+    return reference.verify_synthetic_reference(choices, batch, seed, acceptance_length, accepts)
 
 
 def commit_tokens(state: SlotTokens, batch: CommittedBatch, verdict: Verdict) -> None:

@@ -24,7 +24,7 @@ from hydraspec_kernels.sampling.records import CommittedBatch, SlotTokens, Verdi
 BLOCK = 32  # requests of a program; few, so that more multiprocessors share the work
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["columns", "num_requests"])
 def _verify_choices(
     tokens_ptr,  # [B, K+1]
     num_sampled_ptr,  # [B]
@@ -38,6 +38,8 @@ def _verify_choices(
     seq_lens_ptr,  # [B]; this and the next two are read to draw only
     request_slots_ptr,  # [B]
     seed_ptr,  # [S]
+    accepts_ptr,  # [S, L+1] int8, or None
+    columns,
     num_requests,
     MEAN_ACCEPTED: tl.constexpr,  # of the synthetic rule; None: a draft that is the choice passes
     K: tl.constexpr,
@@ -55,6 +57,10 @@ def _verify_choices(
         slot = tl.load(request_slots_ptr + request, mask=is_request, other=0)
         seed = tl.load(seed_ptr + slot, mask=is_request, other=0)
         first = tl.load(seq_lens_ptr + request, mask=is_request, other=0) - num_drafts
+        mean_accepted = MEAN_ACCEPTED
+        if accepts_ptr is not None:
+            place = accepts_ptr + slot * columns + first
+            mean_accepted = tl.load(place, mask=is_request, other=0)[:, None].to(tl.float64)
     j = tl.arange(0, WIDTH)[None, :]
     at, is_draft = request[:, None], samples[:, None] & (j < K)
     is_row = samples[:, None] & (j <= K)
@@ -67,7 +73,7 @@ def _verify_choices(
     if MEAN_ACCEPTED is not None:
         code = j * INDEX_STEP + ACCEPT
         draw = unit_interval(stream_key(seed[:, None], first[:, None] + j, code))
-        is_accepted = is_draft & (draft >= 0) & (draw < MEAN_ACCEPTED - j.to(tl.float64))
+        is_accepted = is_draft & (draft >= 0) & (draw < mean_accepted - j.to(tl.float64))
         token = tl.where(is_accepted, draft, token)
     else:
         is_accepted = is_draft & (draft == token)
@@ -85,18 +91,26 @@ def _verify_choices(
 
 def verify_prefix_kernel(choices: Tensor, batch: VerifiedBatch) -> Verdict:
     """See `verification.verify_prefix`."""
-    return _verify(choices, batch, None, None)
+    return _verify(choices, batch, None, None, None)
 
 
 def verify_synthetic_kernel(
-    choices: Tensor, batch: VerifiedBatch, seed: Tensor, acceptance_length: float
+    choices: Tensor,
+    batch: VerifiedBatch,
+    seed: Tensor,
+    acceptance_length: float,
+    accepts: Tensor | None = None,
 ) -> Verdict:
     """See `verification.verify_synthetic`."""
-    return _verify(choices, batch, seed, acceptance_length - 1)
+    return _verify(choices, batch, seed, acceptance_length - 1, accepts)
 
 
 def _verify(
-    choices: Tensor, batch: VerifiedBatch, seed: Tensor | None, mean_accepted: float | None
+    choices: Tensor,
+    batch: VerifiedBatch,
+    seed: Tensor | None,
+    mean_accepted: float | None,
+    accepts: Tensor | None,
 ) -> Verdict:
     num_drafts = batch.num_drafts
     draws = (num_drafts,) * 3  # any tensors of int64: they are read to draw only
@@ -110,7 +124,7 @@ def _verify(
     _verify_choices[(triton.cdiv(b, BLOCK),)](
         out.tokens, out.num_sampled, out.num_rejected, out.not_finite,
         choices, batch.verify_rows, batch.draft_tokens, num_drafts, batch.samples.view(torch.int8),
-        *draws, b,
+        *draws, accepts, 0 if accepts is None else accepts.shape[1], b,
         MEAN_ACCEPTED=mean_accepted, K=k, WIDTH=triton.next_power_of_2(k + 1), BLOCK=BLOCK,
         num_warps=1, **dependent_launch(choices),
     )  # fmt: skip

@@ -23,8 +23,24 @@ def verify_prefix_reference(choices: Tensor, batch: VerifiedBatch) -> Verdict:
     return _emit(choices, matches, broken, batch)
 
 
+def mean_accepted(
+    batch: VerifiedBatch, acceptance_length: float, accepts: Tensor | None
+) -> Tensor | float:
+    """Drafts that a step accepts by the synthetic rule on average: one number, or [B, 1] float64 of
+    `accepts`, of which each step accepts exactly so many, as each draw is in [0, 1)."""
+    if accepts is None:
+        return acceptance_length - 1
+    first = batch.seq_lens - batch.num_drafts
+    places = batch.slots * accepts.shape[1] + first
+    return accepts.view(-1).take(places).to(torch.float64).unsqueeze(1)
+
+
 def verify_synthetic_reference(
-    choices: Tensor, batch: VerifiedBatch, seed: Tensor, acceptance_length: float
+    choices: Tensor,
+    batch: VerifiedBatch,
+    seed: Tensor,
+    acceptance_length: float,
+    accepts: Tensor | None = None,
 ) -> Verdict:
     """See `verification.verify_synthetic`."""
     choices = choices.take(batch.verify_rows)
@@ -33,7 +49,7 @@ def verify_synthetic_reference(
     position = (batch.seq_lens - batch.num_drafts).unsqueeze(1) + index
     seed = seed.index_select(0, batch.slots).unsqueeze(1)
     draws = uniform(seed, position, Purpose.ACCEPT, index)
-    rate = (acceptance_length - 1 - index.to(torch.float64)).clamp_(0, 1)
+    rate = mean_accepted(batch, acceptance_length, accepts) - index.to(torch.float64)
     accepted = (draws < rate) & (batch.draft_tokens >= 0) & ~broken[:, :-1]
     drafts, is_draft = (torch.nn.functional.pad(x, (0, 1)) for x in (batch.draft_tokens, accepted))
     tokens = torch.where(is_draft, drafts, choices)
