@@ -19,7 +19,7 @@ from hydraspec.parallel import torchrun
 
 N = TypeVar("N", int, float)
 
-USAGE = "hydraspec predict target=… method=… [key=value …] [--drafts 1,3,5] [--check]"
+USAGE = "hydraspec predict target=… method=… [key=value …] [--drafts 1,3] [--check]"
 DESCRIPTION = """\
 Says before a sweep which numbers of drafts (K) are worth it, at which concurrency. It times a few
 decode steps of every K beside steps without drafts, counts how many drafts are accepted on the
@@ -32,7 +32,7 @@ It writes predict.json and predict.html to the run folder (hydra.run.dir=<folder
 exit status: 0 predicted, whatever was found; 2 wrong configuration; 3 unusable checkpoint or
 workload; 130 interrupted; 1 anything else"""
 CONCURRENCIES = (1, 4, 16)
-WHOLE = "whole numbers from 1"
+WHOLE, CONTEXTS = "whole numbers from 1", "whole numbers from 2"
 CONCURRENCY = "workload.concurrency"
 
 
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
         acceptance=_values(
             "--acceptance", flags.acceptance, _rate, "rates from 0 to 1", "0.8,0.7,0.6"
         ),
+        contexts=_values("--contexts", flags.contexts, _context, CONTEXTS, "512,4096,32768"),
         waves=(_values("--waves", flags.waves, _count, WHOLE, "1,2,4") or [2])[0],
         check=flags.check,
         multirun=args.multirun,
@@ -65,6 +66,7 @@ def predict(
     drafts: Sequence[int] | None = None,
     concurrencies: Sequence[int] | None = None,
     acceptance: Sequence[float] | None = None,
+    contexts: Sequence[int] | None = None,
     waves: int = 2,
     check: bool = False,
     multirun: bool = False,
@@ -78,6 +80,8 @@ def predict(
         concurrencies: requests at once; None: workload.concurrency where it is typed, else 1, 4
             and 16, as far as engine.max_num_seqs goes.
         acceptance: assumed conditional rates by position; None: measured.
+        contexts: tokens of a request in the KV cache, at which steps are also timed, without
+            reading prompts; None: at the workload's own only.
         waves: requests that follow each other in every place; 1: all requests begin together.
         check: also run the workload, to compare its speedup with the predicted one.
     """
@@ -98,6 +102,7 @@ def predict(
                 drafts=sorted({*(drafts or range(1, most + 1))}),
                 concurrencies=sorted({*(concurrencies or concurrencies_of(job))}),
                 rates=acceptance,
+                contexts=sorted({*(contexts or ())}),
                 waves=waves,
                 check=check,
             )
@@ -149,6 +154,12 @@ def _parser() -> Parser:
         "the last one also counts for later positions",
     )
     parser.add_argument(
+        "--contexts",
+        metavar="TOKENS,…",
+        help="also time steps with so many tokens of each request in the KV cache, which is filled "
+        "and not read, and map where drafts pay by requests at once and context",
+    )
+    parser.add_argument(
         "--waves",
         metavar="N",
         help="requests that follow each other in every place (2); 1: all of them begin together, "
@@ -162,6 +173,12 @@ def _parser() -> Parser:
 
 def _count(word: str) -> int:
     if int(word) < 1:
+        raise ValueError
+    return int(word)
+
+
+def _context(word: str) -> int:
+    if int(word) < 2:
         raise ValueError
     return int(word)
 

@@ -14,9 +14,11 @@ Kind = Literal["good", "bad", "plain", ""]  # best, worse than none, no drafts, 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Line:
-    """A row of a table; `link` is the folder of the run to whose page one cell leads."""
+    """A row of a table; `link` is the folder of the run to whose page one cell leads, `tones` are
+    colours of the cells, see maps.tone."""
 
     cells: Sequence[str]
+    tones: Sequence[str] = ()
     link: Path | None = None
     kind: Kind = ""
 

@@ -63,6 +63,7 @@ def test_help_says_what_it_does(
         ("predict", ["--concurrency", "32"], 2, "add engine.max_num_seqs=32"),
         ("predict", ["workload.request_rate=2"], 2, "workload.request_rate=2"),
         ("predict", ["--drafts", "0,2"], 2, "--drafts 0,2"),
+        ("predict", ["--contexts", "512,1"], 2, "whole numbers from 2"),
         ("predict", [*SYNTHETIC, "--drafts", "1,3"], 2, SYNTHETIC[1]),
         ("predict", ["--acceptance", "1.2"], 2, "--acceptance 1.2"),
         ("predict", ["--check", "--acceptance", "0.5"], 2, "leave --acceptance out"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean, median
 
 from hydraspec.analysis.predict.model import Acceptance, measured_acceptance
 from hydraspec.engine.base import Engine
-from hydraspec.engine.costs import CostTable, StepTimes, full_size
+from hydraspec.engine.costs import CostTable, StepTimes, full_size, over_contexts
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.rounds import Measurement, closing_run
 from hydraspec.metrics.meter import Meter
@@ -32,11 +32,19 @@ class Answers:
     completions: Mapping[int, Completion]  # by index of the request
     acceptance: Acceptance | None  # of the same requests; None without drafts
 
+    @property
+    def mean_context(self) -> int:
+        """Mean tokens of a request in the middle of its answer."""
+        return round(mean(len(self._halfway_ids(request)) for request in self.requests))
+
+    def _halfway_ids(self, request: Request) -> list[int]:
+        done = self.completions[request.index]
+        return [*done.prompt_token_ids, *done.output_token_ids[: len(done.output_token_ids) // 2]]
+
     def halfway(self, request: Request, num_tokens: int, max_model_len: int) -> Request:
         """The request resumed halfway through its answer, to decode `num_tokens` without stops: its
         steps then have the context that steps have on average in a run."""
-        done = self.completions[request.index]
-        ids = [*done.prompt_token_ids, *done.output_token_ids[: len(done.output_token_ids) // 2]]
+        ids = self._halfway_ids(request)
         ids = ids[: max(1, max_model_len - num_tokens)]
         sampling = replace(
             request.sampling, max_tokens=num_tokens, ignore_eos=True, stop=(), stop_token_ids=()
@@ -98,17 +106,46 @@ def _decode(
     return completions
 
 
+Filled = dict[int, StepTimes]  # by context
+
+
+def _new_times() -> StepTimes:
+    return StepTimes(OUTLIERS, OUTLIERS)
+
+
+def joined(
+    own: StepTimes, filled: Filled, context: int, batches: Sequence[int], drafts: Sequence[int]
+) -> CostTable:
+    """The table of the requests' own steps, whose mean context this is, and of filled requests at
+    other contexts, there without batches that do not fit; without these the first alone."""
+    table = own.table(batches, drafts)
+    tables = {
+        each: times.table(known, drafts)
+        for each, times in filled.items()
+        if (known := [b for b in batches if all(times.step_ms.get((b, k)) for k in drafts)])
+    }
+    return over_contexts(tables | {context: table}) if tables else table
+
+
+def _repeated(request: Request, count: int) -> list[int]:
+    """Prompt of `count` tokens: the request's own again and again."""
+    ids = request.tokens.token_ids
+    return (list(ids) * -(-count // len(ids)))[:count]
+
+
 @dataclass(slots=True)
 class Costs:
     """The timed steps of one engine.
 
     Attributes:
         times: decode steps of the engine, and of the same drafter with other K.
+        filled: the same at each context, in a cache that is filled and not read.
         prompt_ms: (rows, milliseconds) of steps that only read prompts.
     """
 
     engine: Engine
-    times: StepTimes = field(default_factory=lambda: StepTimes(OUTLIERS, OUTLIERS))
+    times: StepTimes = field(default_factory=_new_times)
+    filled: Filled = field(default_factory=dict)
     prompt_ms: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -123,34 +160,61 @@ class Costs:
         Raises:
             ConfigurationError: so many requests do not fit into the KV cache.
         """
-        size, num_seen = (batch, self.num_drafts), 0
-        with closing_run(self.engine, self._requests(answers, batch), batch) as events:
-            for event in events:
-                if not isinstance(event, StepRecord):
-                    continue
-                if all(part.is_prefill for part in event.requests):
-                    rows = sum(part.num_rows for part in event.requests)
-                    self.prompt_ms.append((rows, event.total_ms))
-                if full_size(event) != size:
-                    continue
-                num_seen += 1
-                if num_seen > UNSETTLED:
-                    self.times.add(event)
-                if num_seen == STEPS + UNSETTLED:
-                    return
-        if not self.times.step_ms[size]:
+        self._time(self._requests(answers, batch), batch, self.times, self.prompt_ms)
+        if not self.times.step_ms[batch, self.num_drafts]:
             raise ConfigurationError(
                 f"--concurrency {batch}: no step had so many requests at once\n"
                 "  allowed: as many as the KV cache holds\n"
                 "  to do: raise engine.kv_cache.memory_gib, or ask for fewer"
             )
 
-    def _requests(self, answers: Answers, batch: int) -> list[Request]:
+    def measure_at(self, context: int, answers: Answers, batch: int) -> None:
+        """Time a round of `batch` requests with `context` tokens each, whose KV is filled."""
+        times = self.filled.setdefault(context, _new_times())
+        requests = [
+            replace(request, prompt_token_ids=_repeated(request, context), num_filled=context - 1)
+            for request in self._requests(answers, batch)
+        ]
+        self._time(requests, batch, times, [])
+
+    def fits(self, context: int, batch: int) -> bool:
+        """Returns whether so many requests of `context` tokens may run at once for a round."""
+        most = self.engine.most_at_once(context + self.num_tokens)
+        return most is None or batch <= most
+
+    def _time(
+        self,
+        requests: Sequence[Request],
+        batch: int,
+        times: StepTimes,
+        prompt_ms: list[tuple[int, float]],
+    ) -> None:
+        num_seen = 0
+        with closing_run(self.engine, requests, batch) as events:
+            for event in events:
+                if not isinstance(event, StepRecord):
+                    continue
+                if all(part.is_prefill for part in event.requests):
+                    rows = sum(part.num_rows for part in event.requests)
+                    prompt_ms.append((rows, event.total_ms))
+                if full_size(event) != (batch, self.num_drafts):
+                    continue
+                num_seen += 1
+                if num_seen > UNSETTLED:
+                    times.add(event)
+                if num_seen == STEPS + UNSETTLED:
+                    return
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of a request of a round."""
         num_steps = STEPS + UNSETTLED + BESIDE_PROMPTS
-        num_tokens = num_steps * (1 + self.num_drafts) + 1
+        return num_steps * (1 + self.num_drafts) + 1
+
+    def _requests(self, answers: Answers, batch: int) -> list[Request]:
         most = self.engine.info.max_model_len
         taken = [answers.requests[i % len(answers.requests)] for i in range(batch)]
-        halfway = [answers.halfway(request, num_tokens, most) for request in taken]
+        halfway = [answers.halfway(request, self.num_tokens, most) for request in taken]
         return [replace(request, index=i, id=str(i)) for i, request in enumerate(halfway)]
 
     def split(self, answers: Answers, batches: Sequence[int]) -> None:
@@ -167,9 +231,10 @@ class Costs:
             share = phases["propose"] / on_device if on_device else 0.0
             self.times.draft_ms[size] = [share * each for each in self.times.step_ms[size]]
 
-    def table(self, batches: Sequence[int]) -> CostTable:
-        """Typical times of the engine's steps, by batch size."""
-        return self.times.table(batches, [self.num_drafts])
+    def table(self, batches: Sequence[int], context: int) -> CostTable:
+        """Typical times of the engine's steps, by batch size: of its own requests, whose mean
+        context this is, and of filled ones by context."""
+        return joined(self.times, self.filled, context, batches, [self.num_drafts])
 
     def ms_per_prompt_row(self, batches: Sequence[int]) -> float:
         """Milliseconds that a prompt's token adds to a step: (time of a prompt-only step
@@ -184,10 +249,19 @@ class Costs:
 
 
 def interleaved(
-    costs: Sequence[Costs], answers: Answers, batches: Sequence[int], rounds: int
+    costs: Sequence[Costs],
+    answers: Answers,
+    batches: Sequence[int],
+    rounds: int,
+    contexts: Sequence[int] = (),
 ) -> None:
-    """Time rounds over every batch size, the engines in turn, so that all see the same machine."""
+    """Time rounds over every batch size, and again at each of `contexts` where the KV of a batch
+    fits, the engines in turn, so that all see the same machine."""
     for _ in range(rounds):
         for batch in batches:
             for each in costs:
                 each.measure(answers, batch)
+            for context in contexts:
+                if all(each.fits(context, batch) for each in costs):
+                    for each in costs:
+                        each.measure_at(context, answers, batch)

@@ -88,9 +88,15 @@ def constant_rate(length: float, num_drafts: int) -> float | None:
     return high
 
 
-def break_even(method: CostTable, plain: CostTable, batch: int, num_drafts: int) -> float:
+def break_even(
+    method: CostTable,
+    plain: CostTable,
+    batch: int,
+    num_drafts: int,
+    context: int | None = None,
+) -> float:
     """The acceptance length at which a step with drafts makes tokens as fast as plain steps."""
-    return method.at(batch, num_drafts).step_ms / plain.at(batch, 0).step_ms
+    return method.at(batch, num_drafts, context).step_ms / plain.at(batch, 0, context).step_ms
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,12 +104,14 @@ class Load:
     """Requests that are offered at once, of which `concurrency` run at a time.
 
     Attributes:
-        prompts: [R] tokens of each prompt.
+        prompts: [R] tokens of each prompt that are read.
+        cached: [R] tokens of each prompt that are not.
         outputs: [R] tokens of each output.
         parts: bounds of the parts of the load that run one after another.
     """
 
     prompts: Sequence[int]
+    cached: Sequence[int]
     outputs: Sequence[int]
     concurrency: int
     parts: Sequence[tuple[int, int]]
@@ -132,7 +140,8 @@ def simulate(
     acceptance: Acceptance | None = None,
     max_rows: int,
 ) -> Speed:
-    """The decode speed of a load whose steps cost as in the table.
+    """The decode speed of a load whose steps cost as in the table, each at the mean context of its
+    requests.
 
     A request emits one token with its prompt, then each step 1 + the accepted drafts, and leaves
     after its last token; the next one joins in the following step. Prompts read beside decodes add
@@ -144,7 +153,7 @@ def simulate(
         max_rows: the most token rows of a step.
     """
     rng = np.random.default_rng(SEED)
-    step_ms = cache(lambda batch: costs.at(batch, num_drafts).step_ms)
+    step_ms = cache(lambda batch, context: costs.at(batch, num_drafts, context).step_ms)
     num_tokens = milliseconds = 0.0
     for _ in range(1 if acceptance is None else NUM_DRAWS):
         for first, end in load.parts:
@@ -159,7 +168,12 @@ def simulate(
                 num_rows = len(decodes) * (1 + num_drafts)
                 num_read, reading, done = _read(reading, left, max_rows - num_rows)
                 if decodes:
-                    took = step_ms(len(decodes)) + num_read * ms_per_prompt_row
+                    tokens = sum(
+                        load.prompts[i] + load.cached[i] + load.outputs[i] - running[i]
+                        for i in decodes
+                    )
+                    context = round(tokens / len(decodes))
+                    took = step_ms(len(decodes), context) + num_read * ms_per_prompt_row
                     milliseconds += took * num_rows / (num_rows + num_read)
                     emitted = _emitted(decodes, acceptance, num_drafts, rng)
                     for request, count in zip(decodes, emitted, strict=True):

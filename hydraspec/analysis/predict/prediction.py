@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from hydraspec.analysis.predict.measure import (
     Answers,
     Costs,
+    Filled,
     interleaved,
+    joined,
     read_answers,
     run_loads,
     warm_up,
@@ -50,6 +52,7 @@ class Wanted:
     concurrencies: Sequence[int]
     rates: Sequence[float] | None = None  # assumed conditional acceptance; None: measured
     waves: int = 2  # of requests that follow each other in a load; 1: all of a load begin together
+    contexts: Sequence[int] = ()  # also measured at, in filled caches
     check: bool = False  # run the loads too, and put the measured speedups beside
 
     def num_requests(self, concurrency: int) -> int:
@@ -72,6 +75,8 @@ class Prediction:
         rows: rows of the table so far, one by K and concurrency.
         drafter_times: timed steps with drafts, of all K.
         plain_times: timed steps of the baseline beside them.
+        drafter_filled, plain_filled: the same by context, in filled caches.
+        cells: speedups by K, context and requests at once, see `map_cells`.
     """
 
     config: RunConfig
@@ -84,6 +89,9 @@ class Prediction:
     rows: list[Json] = field(default_factory=list)
     drafter_times: StepTimes
     plain_times: StepTimes
+    drafter_filled: Filled = field(default_factory=dict)
+    plain_filled: Filled = field(default_factory=dict)
+    cells: list[Json] = field(default_factory=list)
 
     @classmethod
     def begin(
@@ -145,23 +153,34 @@ class Prediction:
         run in between, so that costs and speedups are of the same time."""
         num_drafts, batches = engine.info.num_speculative_tokens, self.batches
         self.say(f"K={num_drafts}: steps are timed, {', '.join(map(str, batches))} at once")
-        slow, fast = costs = Costs(plain), Costs(engine, self.drafter_times)
+        contexts = self.wanted.contexts
+        slow, fast = costs = Costs(plain), Costs(engine, self.drafter_times, self.drafter_filled)
         for each in (plain, engine):
             warm_up(each, self.answers.requests, batches[-1])
             Costs(each).measure(self.answers, batches[-1])  # not kept: what runs first is slow
         measured: dict[int, Json] = {}
         if self.wanted.check:
-            interleaved(costs, self.answers, batches, ROUNDS // 2)
+            interleaved(costs, self.answers, batches, ROUNDS // 2, contexts)
             measured = {c: self._run(engine, plain, c) for c in self.wanted.concurrencies}
-        interleaved(costs, self.answers, batches, ROUNDS - (ROUNDS // 2 if measured else 0))
+        rounds = ROUNDS - (ROUNDS // 2 if measured else 0)
+        interleaved(costs, self.answers, batches, rounds, contexts)
         fast.split(self.answers, batches)
-        for size, times in slow.times.step_ms.items():
-            self.plain_times.step_ms[size] += times
+        self._keep_plain(slow)
+        self.cells += map_cells(fast, slow, self.acceptance, contexts, self.wanted.concurrencies)
         for concurrency in self.wanted.concurrencies:
             row = self._row(fast, slow, concurrency)
             if (run := measured.get(concurrency)) is not None:
                 row |= {"measured": run, "error": row["speedup"] / run["speedup"]["mean"] - 1}
             self.rows.append(row)
+
+    def _keep_plain(self, slow: Costs) -> None:
+        """Keep the baseline's timed steps of this K with those of the others."""
+        kept = [(self.plain_times, slow.times)]
+        for context, times in slow.filled.items():
+            kept.append((self.plain_filled.setdefault(context, Costs(slow.engine).times), times))
+        for every, times in kept:
+            for size, found in times.step_ms.items():
+                every.step_ms[size] += found
 
     def _run(self, engine: Engine, plain: Engine, concurrency: int) -> Json:
         """Measured speedup and acceptance length of a load, both engines in turn part by part."""
@@ -192,12 +211,13 @@ class Prediction:
 
     def _row(self, fast: Costs, slow: Costs, concurrency: int) -> Json:
         num_drafts = fast.num_drafts
-        method, plain = (each.table(self.batches) for each in (fast, slow))
+        context = self.answers.mean_context
+        method, plain = (each.table(self.batches, context) for each in (fast, slow))
         with_drafts, without = (self._speed(each, concurrency) for each in (fast, slow))
         if not without.num_tokens:
             raise WorkloadError(NOTHING_DECODED)
-        needed = break_even(method, plain, concurrency, num_drafts)
-        cost = method.at(concurrency, num_drafts)
+        needed = break_even(method, plain, concurrency, num_drafts, context)
+        cost = method.at(concurrency, num_drafts, context)
         return {
             "num_speculative_tokens": num_drafts,
             "concurrency": concurrency,
@@ -208,7 +228,7 @@ class Prediction:
             "step_ms": cost.step_ms,
             "draft_ms": cost.draft_ms,
             "verify_ms": cost.verify_ms,
-            "plain_step_ms": plain.at(concurrency, 0).step_ms,
+            "plain_step_ms": plain.at(concurrency, 0, context).step_ms,
             "measured": None,
             "error": None,
         }
@@ -218,13 +238,14 @@ class Prediction:
         ended = [self.answers.completions[request.index] for request in requests]
         load = Load(
             prompts=[len(c.prompt_token_ids) - c.num_cached_tokens for c in ended],
+            cached=[c.num_cached_tokens for c in ended],
             outputs=[len(c.output_token_ids) for c in ended],
             concurrency=concurrency,
             parts=parts,
         )
         return simulate(
             load,
-            costs.table(self.batches),
+            costs.table(self.batches, self.answers.mean_context),
             costs.num_drafts,
             ms_per_prompt_row=costs.ms_per_prompt_row(self.batches),
             acceptance=self.acceptance if costs.num_drafts else None,
@@ -249,13 +270,44 @@ class Prediction:
             },
             "predictions": rows,
             "best": [_best(rows, c) for c in self.wanted.concurrencies],
+            "map": self.cells,
             "warnings": [*self.notes, *_losing(rows)],
             "mean_absolute_error": sum(errors) / len(errors) if errors else None,
             "costs": {
-                "method": self.drafter_times.table(self.batches, drafts).as_json() | own,
-                "plain": self.plain_times.table(self.batches, [0]).as_json() | own,
+                "method": self._table(self.drafter_times, self.drafter_filled, drafts) | own,
+                "plain": self._table(self.plain_times, self.plain_filled, [0]) | own,
             },
         }
+
+    def _table(self, own: StepTimes, filled: Filled, drafts: Sequence[int]) -> Json:
+        return joined(own, filled, self.answers.mean_context, self.batches, drafts).as_json()
+
+
+def map_cells(
+    fast: Costs,
+    slow: Costs,
+    acceptance: Acceptance,
+    contexts: Sequence[int],
+    concurrencies: Sequence[int],
+) -> list[Json]:
+    """Speedup of a K at every measured context and batch: acceptance length over the ratio of the
+    steps' times, in which all requests decode. Without cells whose KV does not fit."""
+    num_drafts, length = fast.num_drafts, acceptance.length(fast.num_drafts)
+    return [
+        {
+            "context": context,
+            "concurrency": batch,
+            "num_speculative_tokens": num_drafts,
+            "step_ms": (step_ms := fast.filled[context].typical(timed)),
+            "plain_step_ms": (plain_ms := slow.filled[context].typical(plain)),
+            "speedup": length * plain_ms / step_ms,
+        }
+        for context in contexts
+        for batch in concurrencies
+        if context in fast.filled
+        and (timed := fast.filled[context].step_ms.get((batch, num_drafts)))
+        and (plain := slow.filled[context].step_ms.get((batch, 0)))
+    ]
 
 
 def _requests(

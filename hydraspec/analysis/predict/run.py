@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hydraspec import factory
 from hydraspec.analysis.predict import words
+from hydraspec.analysis.predict.measure import Costs
 from hydraspec.analysis.predict.prediction import Prediction, Wanted
 from hydraspec.config import to_dict
 from hydraspec.config.checks import check_method
@@ -46,6 +47,7 @@ def predict(
     for num_drafts in sorted(wanted.drafts, reverse=True):
         with _engines(config, num_drafts) as (engine, plain):
             if prediction is None:
+                check_contexts(wanted, engine)
                 folder.replace_older_run()
                 folder.write_environment(environment.describe(engine.info))
                 prediction = Prediction.begin(config, wanted, engine, workload, say)
@@ -88,6 +90,24 @@ def check(config: RunConfig, wanted: Wanted) -> None:
             "is more than engine.max_num_seqs",
             allowed=f"1 to {config.engine.max_num_seqs}",
             remedy=f"add engine.max_num_seqs={most}",
+        )
+
+
+def check_contexts(wanted: Wanted, engine: Engine) -> None:
+    """Refuse a context that leaves no room for the steps that are timed.
+
+    Raises:
+        ConfigurationError: not even one request of the longest context fits.
+    """
+    costs, longest = Costs(engine), max(wanted.contexts, default=1)
+    if not costs.fits(longest, 1):
+        raise refusal(
+            "--contexts",
+            longest,
+            "leaves no room for the steps that are timed",
+            allowed=f"up to {engine.info.max_model_len} (target.max_model_len) less their "
+            f"{costs.num_tokens} tokens, and what the KV cache holds",
+            remedy="give shorter ones, or raise target.max_model_len or engine.kv_cache.memory_gib",
         )
 
 

@@ -15,7 +15,8 @@ from hydraspec.metrics.statistics import range_words
 from hydraspec.study import html
 from hydraspec.study.blocks import Block, Kind, Line, Section, Study, Table, Verdict
 from hydraspec.study.charts import COLORS, Points, Spot, scatter
-from hydraspec.study.console import print_table, run_console, table_console
+from hydraspec.study.console import print_block, print_table, run_console, table_console
+from hydraspec.study.maps import Cell, map_block
 
 MAX_WARNINGS = 6
 WIDTH = 130
@@ -32,6 +33,8 @@ def show(result: Json, folder: Path, *, quiet: bool) -> None:
     console = table_console(WIDTH, quiet=quiet)
     lines = [*map(cells(result), result["predictions"])]
     print_table(console, title(result), header(result), lines, best=best_rows(result))
+    for block in context_map(result):
+        print_block(console, block)
     for text in (*sentences(result), f"Details: {folder / PREDICTION}, {PREDICTION_REPORT}"):
         _say(console, text)
 
@@ -80,7 +83,7 @@ def page_of(result: Json) -> str:
     made = Study(
         question=title(result),
         verdicts=[answer],
-        sections=[Section(title="", blocks=[_chart(rows), table])],
+        sections=[Section(title="", blocks=[_chart(rows), table, *context_map(result)])],
     )
     return html.study_page(made, Path())
 
@@ -105,6 +108,34 @@ def _chart(rows: Sequence[Json]) -> Block:
     )
     note = "Over decoding without drafts; dashed: as fast as without."
     return Block(title="Predicted speedup", note=note, chart=drawn, narrow=True)
+
+
+def context_map(result: Json) -> Iterator[Block]:
+    """Yield the map of the best K by requests at once and context, if contexts were measured."""
+    by_cell: dict[tuple[int, int], list[Json]] = {}
+    for cell in result["map"]:
+        by_cell.setdefault((cell["concurrency"], cell["context"]), []).append(cell)
+    if not by_cell:
+        return
+    best = {place: max(found, key=lambda c: c["speedup"]) for place, found in by_cell.items()}
+    losing = sorted(place for place, cell in best.items() if cell["speedup"] < 1)
+    said = [f"{batch} at once with {context:,} tokens each" for batch, context in losing]
+    yield map_block(
+        "Where drafts pay: the best K by requests at once and context",
+        "Speed over none while all requests decode, at the acceptance length of the workload; the "
+        "tokens of a request in the KV cache, which is filled and not read. Green: faster than "
+        "none, red: slower with every K.",
+        {place: Cell(_map_text(cell), cell["speedup"]) for place, cell in best.items()},
+        sentences=[
+            f"No K is faster than none at {'; '.join(said)}."
+            if said
+            else "Drafts pay at every batch and context that was measured."
+        ],
+    )
+
+
+def _map_text(cell: Json) -> str:
+    return f"K={cell['num_speculative_tokens']} {cell['speedup']:.2f}x"
 
 
 def title(result: Json) -> str:

@@ -40,6 +40,30 @@ def test_a_losing_setting_is_warned_of_before_it_runs(
     assert from_json(found["costs"]["plain"], "a").drafts == (0,)
 
 
+def test_a_map_is_measured_without_long_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the console, in predict.json with its costs, and on the page; a context without room for
+    the timed steps is refused."""
+    monkeypatch.setattr("hydraspec.analysis.predict.prediction.ROUNDS", 1)
+    argv = [*ZOO, f"hydra.run.dir={tmp_path}", "--drafts", "2", "--concurrency", "2"]
+    argv += ["workload.limit=2", "--contexts", "300,900"]
+    assert main([*argv, "target.max_model_len=1200"]) == 0
+    found = json.loads((tmp_path / "predict.json").read_text())
+    assert [(cell["context"], cell["concurrency"]) for cell in found["map"]] == [(300, 2), (900, 2)]
+    length = found["predictions"][0]["acceptance_length"]
+    for cell in found["map"]:
+        ratio = cell["plain_step_ms"] / cell["step_ms"]
+        assert cell["speedup"] == pytest.approx(length * ratio)
+    own, *filled = from_json(found["costs"]["method"], "a").contexts
+    assert own < 300
+    assert filled == [300, 900]
+    assert "Where drafts pay" in capsys.readouterr().out
+    assert ">900</td>" in (tmp_path / "predict.html").read_text()
+    assert main([*argv, "target.max_model_len=1000"]) == 2
+    assert "--contexts=900 leaves no room" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_predictions_are_near_what_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

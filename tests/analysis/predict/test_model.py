@@ -11,7 +11,7 @@ from hydraspec.analysis.predict.model import (
     measured_acceptance,
     simulate,
 )
-from hydraspec.engine.costs import CostTable
+from hydraspec.engine.costs import CostTable, over_contexts
 from hydraspec.metrics.meter import Meter
 from hydraspec.types import Request, RequestStep, SamplingParams, StepRecord
 
@@ -20,9 +20,10 @@ PLAIN = CostTable(batches=(1,), drafts=(0,), step_ms=((1.0,),))
 MANY_ROWS = 10_000
 
 
-def load(outputs, *, concurrency=1, prompt=10, parts=None):
+def load(outputs, *, concurrency=1, prompt=10, cached=0, parts=None):
     return Load(
         prompts=[prompt] * len(outputs),
+        cached=[cached] * len(outputs),
         outputs=outputs,
         concurrency=concurrency,
         parts=parts or [(0, len(outputs))],
@@ -119,6 +120,13 @@ def test_fewer_requests_are_left_at_the_end_of_a_part():
     assert found.milliseconds == pytest.approx(2 * 1.5 + 2 * 1.0)
     apart = speed(load([3, 5], concurrency=2, parts=[(0, 1), (1, 2)]), table, 0)
     assert apart.milliseconds == pytest.approx(2 * 1.0 + 4 * 1.0)
+
+
+def test_a_step_costs_what_it_costs_at_its_context():
+    """Contexts of 110, 111, 112 after the prompt, of which 100 were cached; 1 ms for each token."""
+    tables = {100: PLAIN, 200: CostTable(batches=(1,), drafts=(0,), step_ms=((101.0,),))}
+    found = speed(load([4], cached=100), over_contexts(tables), 0)
+    assert found.milliseconds == pytest.approx((1 + 11) + (1 + 12) + (1 + 13))
 
 
 def test_prompts_beside_decodes_take_their_share_by_rows():

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hydraspec.analysis.predict.words import best_of_all, cells, header, page_of, sentences
+from hydraspec.analysis.predict.words import (
+    best_of_all,
+    cells,
+    context_map,
+    header,
+    page_of,
+    sentences,
+)
 
 
 def row(k: int, at_once: int, speedup: float, *, measured: float | None = None) -> dict[str, Any]:
@@ -41,6 +48,7 @@ def result(method: str, *rows: dict[str, Any], best: tuple[int, float]) -> dict[
         },
         "predictions": [*rows],
         "best": [{"concurrency": 4, "num_speculative_tokens": best[0], "speedup": best[1]}],
+        "map": [],
         "warnings": [f"warning {i}" for i in range(8)],
         "mean_absolute_error": None if rows[0]["measured"] is None else 0.123,
     }
@@ -75,6 +83,34 @@ def test_sentences_say_what_wins_what_loses_and_what_is_assumed() -> None:
 def test_the_best_of_several_methods_is_named() -> None:
     assert list(best_of_all([LOSING, WINNING])) == ["<t>, 4 at once: mtp with K=2, 1.50x"]
     assert list(best_of_all([LOSING])) == ["<t>, 4 at once: no drafts"]
+
+
+def cell(k: int, at_once: int, context: int, speedup: float) -> dict[str, Any]:
+    return {
+        "num_speculative_tokens": k,
+        "concurrency": at_once,
+        "context": context,
+        "speedup": speedup,
+    }
+
+
+def test_the_map_has_the_best_k_of_each_cell_and_says_where_none_wins() -> None:
+    cells = [
+        cell(1, 4, 512, 1.2),
+        cell(3, 4, 512, 1.4),
+        cell(1, 4, 4096, 0.9),
+        cell(1, 1, 512, 1.1),
+    ]
+    (block,) = context_map({**WINNING, "map": cells})
+    assert block.table is not None
+    assert block.table.cells == [
+        ["context", "1 at once", "4 at once"],
+        ["512", "K=1 1.10x", "K=3 1.40x"],
+        ["4,096", "does not fit", "K=1 0.90x"],
+    ]
+    assert block.sentences == ["No K is faster than none at 4 at once with 4,096 tokens each."]
+    assert not list(context_map(WINNING))
+    assert '<td class="up3">K=3 1.40x</td>' in page_of({**WINNING, "map": cells})
 
 
 def test_the_page_escapes_names() -> None:
