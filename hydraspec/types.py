@@ -281,9 +281,8 @@ class RequestState:
 
     The last slot belongs to no request: padding requests of graphs share it, with nothing computed.
 
-    token_ids holds prompt and sampled tokens, then the drafts under verification after the newest
-    sampled token (which is number num_computed of a decoding request). Column L takes masked
-    writes.
+    token_ids holds prompt and sampled tokens, then drafts under verification after the newest one,
+    which is number num_computed of a decoding request. Column L takes masked writes.
     """
 
     token_ids: Tensor  # [S, L+1] int64

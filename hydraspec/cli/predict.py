@@ -77,11 +77,9 @@ def predict(
 
     Args:
         drafts: the K to predict; None: 1 to method.num_speculative_tokens.
-        concurrencies: requests at once; None: workload.concurrency where it is typed, else 1, 4
-            and 16, as far as engine.max_num_seqs goes.
+        concurrencies: requests at once; None: see `concurrencies_of`.
         acceptance: assumed conditional rates by position; None: measured.
-        contexts: tokens of a request in the KV cache, at which steps are also timed, without
-            reading prompts; None: at the workload's own only.
+        contexts: tokens of a request in the KV cache at which steps are also timed; None: none.
         waves: requests that follow each other in every place; 1: all requests begin together.
         check: also run the workload, to compare its speedup with the predicted one.
     """
