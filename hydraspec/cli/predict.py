@@ -94,10 +94,9 @@ def predict(
     for job in jobs:
         if job.config.method.name == AUTO:
             resolve(job.config)  # its drafter says K
-        most = job.config.method.most_drafts
         wanted.append(
             Wanted(
-                drafts=sorted({*(drafts or range(1, most + 1))}),
+                drafts=sorted({*(drafts or range(1, job.config.method.most_drafts + 1))}),
                 concurrencies=sorted({*(concurrencies or concurrencies_of(job))}),
                 rates=acceptance,
                 contexts=sorted({*(contexts or ())}),
