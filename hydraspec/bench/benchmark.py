@@ -10,6 +10,7 @@ from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
+from hydraspec.study.blocks import Block
 from hydraspec.types import Request
 
 
@@ -108,6 +109,10 @@ class Benchmark(ABC):
     def lines(self, part: Json) -> list[Json]:
         """A part's lines in the table, in the form that `columns` read."""
         return [part]
+
+    def blocks(self, part: Json) -> Iterator[Block]:
+        """Yield further parts of a report over a part with rows."""
+        yield from ()
 
     @abstractmethod
     def ratios(self, ours: Json, theirs: Json) -> Json:

@@ -107,9 +107,10 @@ def make_requests(
 
 
 def random_prompts(config: RunConfig, vocab_size: int, batch: int) -> list[list[int]]:
-    """Random token ids of `batch` prompts with bench.prompt_tokens each (bench=turns: turn_tokens),
-    the same for every engine."""
+    """Random token ids of `batch` prompts with bench.prompt_tokens each (bench=turns: turn_tokens;
+    bench=context: the first of contexts), the same for every engine."""
     rng = np.random.default_rng([config.seed, STREAM, batch])
-    length = config.bench.prompt_tokens or config.bench.turn_tokens
+    bench = config.bench
+    length = bench.prompt_tokens or bench.turn_tokens or bench.contexts[0]
     ids: list[list[int]] = rng.integers(0, vocab_size, (batch, length)).tolist()
     return ids

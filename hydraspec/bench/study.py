@@ -187,7 +187,14 @@ def _section(of: Result, title: str) -> Section:
         title="Measured on",
         sentences=[f"{name}: {text}" for name, text in notes_of(result)],
     )
-    return Section(title=title, blocks=[table, *charts, measured])
+    return Section(title=title, blocks=[*_further(result), table, *charts, measured])
+
+
+def _further(result: Json) -> Iterator[Block]:
+    """Yield the blocks that only this benchmark has."""
+    for part in result["parts"]:
+        if part["rows"]:
+            yield from BENCHMARKS[result["bench"]].blocks(part)
 
 
 def _chart(curve: Curve, result: Json) -> Iterator[Block]:
@@ -222,8 +229,8 @@ def ratios(result: Json) -> Json:
 
 def print_result(result: Json, console: Console) -> None:
     """Print the table, what it was measured on, and why parts are missing."""
-    made = Block(title=title_of(result), table=_table(result))
-    print_block(console, made)
+    for made in (Block(title=title_of(result), table=_table(result)), *_further(result)):
+        print_block(console, made)
     for name, text in notes_of(result):
         console.print(f"{name}: {text}", markup=False, soft_wrap=True)
 

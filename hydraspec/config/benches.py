@@ -6,14 +6,17 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from hydraspec.config.choices import choices_of, has_key
+from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule, at_least, goodput_limits
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.schema import PerStep, RunConfig
 from hydraspec.errors import ConfigurationError
 
-BENCHES = PLAIN, DECODE, LOAD, SERVE, TURNS = "none", "decode", "load", "serve", "turns"
+BENCHES = PLAIN, CONTEXT, DECODE, LOAD, SERVE, TURNS = (
+    *("none", "context", "decode", "load", "serve", "turns"),
+)
 # Benchmarks whose random prompts share no prefix: a cache would only hold those of earlier repeats.
-UNCACHED = {DECODE, LOAD, SERVE}
+UNCACHED = {CONTEXT, DECODE, LOAD, SERVE}
 MOST_RATE = 1e6  # requests per second, far past what an engine can take
 
 
@@ -23,9 +26,12 @@ def is_bench(config: RunConfig) -> bool:
 
 
 def methods_of(config: RunConfig) -> list[str]:
-    """The methods to time: bench.methods, or by default plain decoding and the chosen method."""
+    """The methods to time: bench.methods, or by default plain decoding and the chosen method;
+    bench=context times plain decoding beside its method."""
     if config.bench.methods is not None:
         return config.bench.methods
+    if config.bench.name == CONTEXT:
+        return [config.method.name]
     return list(dict.fromkeys([PLAIN, config.method.name]))
 
 
@@ -65,6 +71,8 @@ def _longest(c: RunConfig) -> tuple[str, int]:
         keys = ("max_prompt_tokens", "max_output_tokens")
     if c.bench.name == TURNS:
         keys, count = ("turn_tokens", "output_tokens"), c.bench.num_turns
+    if c.bench.name == CONTEXT:
+        return "bench.contexts + bench.output_tokens", c.bench.contexts[-1] + c.bench.output_tokens
     text = " + ".join(f"bench.{key}" for key in keys)
     total = count * sum(getattr(c.bench, key) for key in keys)
     return f"bench.num_turns x ({text})" if c.bench.name == TURNS else text, total
@@ -99,7 +107,62 @@ def _is_one_part(c: RunConfig) -> bool:
     return (c.bench.engines, methods_of(c)) == ([c.engine.name], [c.method.name])
 
 
+def _is_context(c: RunConfig) -> bool:
+    return c.bench.name == CONTEXT
+
+
+_OF_CONTEXT = (
+    Rule(
+        "bench.engines",
+        lambda engines, c: engines == [NATIVE],
+        f"[{NATIVE}]",
+        "holds engines whose KV cache cannot be filled without reading prompts",
+    ),
+    Rule(
+        "method.name",
+        lambda name, c: name != PLAIN,
+        "a method with drafts, which is measured beside none",
+        "has nothing to measure with bench=context",
+        "choose method=<choice>",
+    ),
+    Rule(
+        "bench.methods",
+        lambda methods, c: methods in (None, [c.method.name]),
+        "[{c.method.name}], or null",
+        "is not the method chosen, which is measured beside none",
+        "leave the key out",
+    ),
+    Rule(
+        "method.num_speculative_tokens",
+        lambda k, c: k is PerStep.auto,
+        "auto, with bench=context",
+        "is one number, and fixed numbers are compared with a choice for each step",
+        "write auto, and fixed numbers as bench.drafts",
+    ),
+    Rule(
+        "parallelism.name",
+        lambda name, c: c.parallelism.num_ranks == 1,
+        "single, with bench=context",
+        "has several ranks, which take no fixed number of drafts in turn",
+        "leave parallelism out",
+    ),
+    Rule(
+        "bench.contexts",
+        lambda contexts, c: is_rising(contexts) and contexts[0] >= 2,
+        "rising whole numbers from 2 on, e.g. [512, 4096, 32768]",
+        "is no list of context lengths",
+    ),
+    Rule(
+        "bench.drafts",
+        lambda drafts, c: is_rising(drafts) and drafts[-1] <= c.method.most_drafts,
+        "rising whole numbers from 1 to {c.method.most_drafts} (method.max_speculative_tokens)",
+        "is no list of numbers of drafts",
+    ),
+    at_least("bench.cell_timeout_s", 1),
+)
+
 _RULES = (
+    *(replace(rule, when=_is_context) for rule in _OF_CONTEXT),
     Rule(
         "bench.engines",
         lambda engines, c: _known(engines, choices_of("engine")),

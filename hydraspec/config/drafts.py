@@ -25,10 +25,10 @@ def _is_per_step(c: RunConfig) -> bool:
 K_PER_STEP = (
     Rule(
         "method.num_speculative_tokens",
-        lambda k, c: c.engine.name == NATIVE and c.bench.name == "none",
+        lambda k, c: c.engine.name == NATIVE and c.bench.name in ("none", "context"),
         "a number, with engine={c.engine.name} and bench={c.bench.name}",
-        "is for runs (bench=none) of engine=native",
-        "write a number, or choose engine=native and bench=none",
+        "is for runs (bench=none) of engine=native and bench=context",
+        "write a number, or choose engine=native and bench=none or bench=context",
         when=_is_per_step,
     ),
     Rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +136,18 @@ class Engine(ABC):
         """Number of requests of `num_tokens`, prompt and output, that may run at once; None from an
         engine that cannot say."""
         return None
+
+    def with_drafts(self, num_drafts: int) -> AbstractContextManager[None]:
+        """Context in which every step of an engine that chooses its drafts has so many.
+
+        Raises:
+            ConfigurationError: this engine chooses none; the native engine does with
+            method.num_speculative_tokens=auto.
+        """
+        raise ConfigurationError(
+            "with_drafts: this engine has one number of drafts\n  allowed: engine=native with "
+            "method.num_speculative_tokens=auto\n  to do: choose these"
+        )
 
     def has_eager_steps(self) -> bool:
         """Returns whether some steps run on a device without graphs, so that their kernels are

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -299,6 +300,18 @@ class NativeEngine(Engine):
         num_rows = 1 + scheduler.num_speculative_tokens + scheduler.num_lookahead_tokens
         held = scheduler.kv.most_requests(num_tokens, num_rows)
         return min(held, scheduler.max_num_seqs) if num_tokens < scheduler.max_model_len else 0
+
+    @contextmanager
+    def with_drafts(self, num_drafts: int) -> Iterator[None]:
+        lengths = self._scheduler.draft_lengths
+        if lengths is None:
+            super().with_drafts(num_drafts)
+            return
+        lengths.follow(repeat(num_drafts))
+        try:
+            yield
+        finally:
+            lengths.follow(None)
 
     def has_eager_steps(self) -> bool:
         graphs = self.parts.runner.graphs

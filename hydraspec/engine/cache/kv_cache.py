@@ -32,11 +32,12 @@ class Lease:
     """Exclusive use of a cache, with all views of its blocks, by one run at a time.
 
     Attributes:
-        is_filled: the blocks hold random numbers, or what runs wrote after those.
+        filled: layers whose blocks hold random numbers, or what runs wrote after those.
     """
 
     def __init__(self) -> None:
-        self._is_taken = self.is_filled = False
+        self._is_taken = False
+        self.filled: set[int] = set()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -207,14 +208,12 @@ class KVCache:
     def fill(self) -> None:
         """Write random numbers to every block but the null blocks, for requests that begin with
         KV that was never computed (see Request.num_filled); once for a cache and its views."""
-        if self.lease.is_filled:
-            return
-        for group in self._groups:
-            for layer in group.spec.layers:
+        for spec in self.specs:
+            for layer in self.lease.filled.isdisjoint(spec.layers) * spec.layers:
                 cache = self.caches[layer]
                 assert cache is not None
-                write_noise(cache[group.spec.block_size :])
-        self.lease.is_filled = True
+                write_noise(cache[spec.block_size :])
+            self.lease.filled.update(spec.layers)
 
     # ------------------------------------------------------------------ prefixes
 

@@ -1,0 +1,218 @@
+"""bench=context: time per token by batch and context length, without drafts, with fixed numbers of
+drafts and with the number chosen for each step, in turn in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+
+import numpy as np
+
+from hydraspec.bench.benchmark import Benchmark, Column, figure
+from hydraspec.bench.passes import STREAM, Passes, make_requests
+from hydraspec.config.schema import RunConfig
+from hydraspec.engine.base import Engine
+from hydraspec.metrics.files import Json
+from hydraspec.metrics.statistics import ratio
+from hydraspec.study.blocks import Block
+from hydraspec.study.maps import DOES_NOT_FIT, Cell, map_block
+from hydraspec.types import Request
+
+log = logging.getLogger(__name__)
+
+PLAIN, AUTO = "none", "auto"
+WARM_UP_TOKENS = 4
+CLOCK_TOKENS = 64
+OK, STOPPED = "ok", "out of time"  # statuses of a cell, beside DOES_NOT_FIT
+
+
+class Context(Benchmark):
+    """Benchmark of batches whose KV is filled to a context and not read. A row is a cell, a batch
+    at a context, with the time per token of every choice of drafts."""
+
+    question = "Where do drafts pay with {}, by batch and context?"
+    curves = ()
+    heading = "Milliseconds per token by batch and context"
+    unit, units = "cell", "cells"
+    keys = ("batches", "contexts", "drafts", "output_tokens", "repeats", "cell_timeout_s")
+
+    def num_rows(self, config: RunConfig) -> int:
+        return len(config.bench.batches) * len(config.bench.contexts)
+
+    def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
+        engine.prepare(_shortest_to_longest(config, engine))
+        plain = engine.baseline()
+        for context in config.bench.contexts:
+            for batch in config.bench.batches:
+                yield _time_cell(config, engine, plain, batch, context)
+
+    def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
+        num_tokens = min(CLOCK_TOKENS, config.bench.output_tokens)
+        return requests_of(
+            config, engine, config.bench.batches[0], config.bench.contexts[0], num_tokens
+        )
+
+    def summary_line(self, part: Json) -> str:
+        measured = [row for row in part["rows"] if row["ratio_to_none"] is not None]
+        if not measured:
+            return "no cell was measured"
+        worst = {
+            key: max(measured, key=lambda row: row[key])
+            for key in ("ratio_to_none", "ratio_to_best")
+        }
+        named = {PLAIN: worst["ratio_to_none"], "the best fixed K": worst["ratio_to_best"]}
+        words = [
+            f"at most {row[key]:.3f} of {name} ({row['batch']} at once, {row['context']:,} tokens)"
+            for (name, row), key in zip(named.items(), worst, strict=True)
+        ]
+        return f"time per token of auto {' and '.join(words)}"
+
+    def comparison_line(self, ours: Json, theirs: Json) -> str:
+        return "other engines are not measured here"
+
+    def title(self, result: Json) -> str:
+        return f"time per token by batch and context, {result['output_tokens']} tokens out"
+
+    def columns(self, result: Json) -> list[Column]:
+        choices = [PLAIN, *(f"K={k}" for k in result["drafts"]), AUTO]
+        return [
+            Column("context", lambda row: f"{row['context']:,}"),
+            Column("batch", lambda row: [row["batch"]]),
+            *(Column(f"{choice}, ms", partial(_time_of, choice), 2) for choice in choices),
+            Column("auto / none", lambda row: [row["ratio_to_none"]], 3),
+            Column("auto / best K", lambda row: [row["ratio_to_best"]], 3),
+            Column("tokens a step", lambda row: [row["tokens_per_step"].get(AUTO)], 2),
+            Column("status", lambda row: row["status"]),
+        ]
+
+    def lines(self, part: Json) -> list[Json]:
+        return list(part["rows"])
+
+    def ratios(self, ours: Json, theirs: Json) -> Json:
+        return {}
+
+    def blocks(self, part: Json) -> Iterator[Block]:
+        """Yield the maps of auto's speed over none and over the best fixed K."""
+        note = "Green: auto is faster. Requests whose KV is filled to the context and not read."
+        yield _map(part, "Speed of auto over none", note, "ratio_to_none", lambda row: "")
+        note = "The best fixed K in hindsight, of those measured, none being K=0."
+        yield _map(
+            part, "Speed of auto over the best fixed K", note, "ratio_to_best", _best_fixed_name
+        )
+
+
+def _map(part: Json, title: str, note: str, key: str, named: Callable[[Json], str]) -> Block:
+    cells = {}
+    for row in part["rows"]:
+        speed = ratio(1.0, row[key]) if row[key] else None
+        words = [named(row), row["status"] if speed is None else f"{speed:.2f}x"]
+        text = " ".join(filter(None, words))
+        cells[row["batch"], row["context"]] = Cell(text, speed)
+    return map_block(title, note, cells)
+
+
+def _best_fixed_name(row: Json) -> str:
+    return row["best_fixed"] or ""
+
+
+def _time_of(choice: str, row: Json) -> list[float | None]:
+    return [row["tpot_ms"].get(choice)]
+
+
+@dataclass(slots=True)
+class Choice:
+    """Passes of one choice of drafts: an engine, and the drafts of each step of it (None: the
+    engine's own choice)."""
+
+    name: str
+    engine: Engine
+    num_drafts: int | None
+    seconds: list[float] = field(default_factory=list)
+    tokens_per_step: float | None = None
+
+    def run(self, requests: Sequence[Request], *, counts: bool = True) -> None:
+        """Time a pass of the requests; not `counts`: a warm-up."""
+        k, passes = self.num_drafts, Passes(self.engine, requests)
+        with nullcontext() if k is None else self.engine.with_drafts(k):
+            passes.run()
+        if counts:
+            self.seconds += passes.seconds
+            num_steps = sum(len(step.requests) for step in passes.steps)
+            self.tokens_per_step = ratio(passes.meter.num_output_tokens(), num_steps)
+
+
+def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, context: int) -> Json:
+    """The row of a batch at a context: after a short warm-up of each choice they are timed in turn,
+    bench.repeats times or as often as bench.cell_timeout_s allows, once at least."""
+    bench, fixed = config.bench, [f"K={k}" for k in config.bench.drafts]
+    choices = [
+        Choice(PLAIN, plain, None),
+        *(Choice(name, engine, k) for name, k in zip(fixed, bench.drafts, strict=True)),
+        Choice(AUTO, engine, None),
+    ]
+    status, started = OK, time.perf_counter()
+    most = engine.most_at_once(context + bench.output_tokens)
+    if most is not None and batch > most:
+        status = DOES_NOT_FIT
+    else:
+        few = requests_of(config, engine, batch, context, min(WARM_UP_TOKENS, bench.output_tokens))
+        for choice in choices:
+            choice.run(few, counts=False)
+        requests = requests_of(config, engine, batch, context, bench.output_tokens)
+        for number in range(bench.repeats):
+            for choice in choices[:: -1 if number % 2 else 1]:
+                choice.run(requests)
+            if time.perf_counter() - started > bench.cell_timeout_s and number + 1 < bench.repeats:
+                status = STOPPED
+                break
+    tpot_ms = {
+        choice.name: 1e3 * median(choice.seconds) / bench.output_tokens
+        for choice in choices
+        if choice.seconds
+    }
+    hindsight = {name: tpot_ms[name] for name in (PLAIN, *fixed) if name in tpot_ms}
+    best = min(hindsight, key=lambda name: hindsight[name], default=None)
+    to_none = _ratio(tpot_ms, PLAIN)
+    to_best = None if best is None else _ratio(tpot_ms, best)
+    log.info("%d at once, %d tokens: %s", batch, context, status)
+    log.info("auto %s of none, %s of the best K", figure(to_none, 3), figure(to_best, 3))
+    return {
+        "batch": batch,
+        "context": context,
+        "status": status,
+        "num_rounds": len(choices[0].seconds),
+        "tpot_ms": tpot_ms,
+        "tokens_per_step": {choice.name: choice.tokens_per_step for choice in choices},
+        "best_fixed": best,
+        "ratio_to_none": to_none,
+        "ratio_to_best": to_best,
+    }
+
+
+def _ratio(tpot_ms: Json, other: str) -> float | None:
+    return ratio(tpot_ms[AUTO], tpot_ms[other]) if AUTO in tpot_ms else None
+
+
+def requests_of(
+    config: RunConfig, engine: Engine, batch: int, context: int, num_tokens: int
+) -> list[Request]:
+    """Requests with random prompts of `context` tokens whose KV is filled, all but the last row's,
+    each of which decodes exactly num_tokens tokens."""
+    rng = np.random.default_rng([config.seed, STREAM, batch, context])
+    prompts: list[list[int]] = rng.integers(0, engine.info.vocab_size, (batch, context)).tolist()
+    requests = make_requests(config, prompts, [num_tokens] * batch)
+    return [replace(request, num_filled=context - 1) for request in requests]
+
+
+def _shortest_to_longest(config: RunConfig, engine: Engine) -> list[Request]:
+    """Requests of the largest batch at the shortest context whose outputs would reach the longest:
+    for the costs by which the engine chooses."""
+    bench = config.bench
+    num_tokens = bench.contexts[-1] - bench.contexts[0] + bench.output_tokens
+    return requests_of(config, engine, bench.batches[-1], bench.contexts[0], num_tokens)
