@@ -1,5 +1,5 @@
 """bench=context: time per token by batch and context length, without drafts, with fixed numbers of
-drafts and with the number chosen for each step, in turn in one process.
+drafts and, if the method has one, with the number chosen for each step, in turn in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from hydraspec.bench.benchmark import Benchmark, Column, figure
 from hydraspec.bench.passes import STREAM, Passes, make_requests
-from hydraspec.config.schema import RunConfig
+from hydraspec.config.benches import drafts_of
+from hydraspec.config.schema import PerStep, RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
@@ -40,7 +41,11 @@ class Context(Benchmark):
     curves = ()
     heading = "Milliseconds per token by batch and context"
     unit, units = "cell", "cells"
-    keys = ("batches", "contexts", "drafts", "output_tokens", "repeats", "cell_timeout_s")
+    keys = ("batches", "contexts", "output_tokens", "repeats", "cell_timeout_s")
+
+    def settings(self, config: RunConfig) -> Json:
+        """The settings, and the names of the choices: the last one is compared with the others."""
+        return {**super().settings(config), "choices": choices_of(config)}
 
     def num_rows(self, config: RunConfig) -> int:
         return len(config.bench.batches) * len(config.bench.contexts)
@@ -55,7 +60,7 @@ class Context(Benchmark):
     def heavy_requests(self, config: RunConfig, engine: Engine) -> list[Request]:
         num_tokens = min(CLOCK_TOKENS, config.bench.output_tokens)
         return requests_of(
-            config, engine, config.bench.batches[0], config.bench.contexts[0], num_tokens
+            config, engine, config.bench.batches[-1], config.bench.contexts[0], num_tokens
         )
 
     def summary_line(self, part: Json) -> str:
@@ -71,7 +76,7 @@ class Context(Benchmark):
             f"at most {row[key]:.3f} of {name} ({row['batch']} at once, {row['context']:,} tokens)"
             for (name, row), key in zip(named.items(), worst, strict=True)
         ]
-        return f"time per token of auto {' and '.join(words)}"
+        return f"time per token with {part['rows'][0]['choice']} {' and '.join(words)}"
 
     def comparison_line(self, ours: Json, theirs: Json) -> str:
         return "other engines are not measured here"
@@ -80,14 +85,14 @@ class Context(Benchmark):
         return f"time per token by batch and context, {result['output_tokens']} tokens out"
 
     def columns(self, result: Json) -> list[Column]:
-        choices = [PLAIN, *(f"K={k}" for k in result["drafts"]), AUTO]
+        choices = result["choices"]
         return [
             Column("context", lambda row: f"{row['context']:,}"),
             Column("batch", lambda row: [row["batch"]]),
             *(Column(f"{choice}, ms", partial(_time_of, choice), 2) for choice in choices),
-            Column("auto / none", lambda row: [row["ratio_to_none"]], 3),
-            Column("auto / best K", lambda row: [row["ratio_to_best"]], 3),
-            Column("tokens a step", lambda row: [row["tokens_per_step"].get(AUTO)], 2),
+            Column(f"{choices[-1]} / none", lambda row: [row["ratio_to_none"]], 3),
+            Column(f"{choices[-1]} / best", lambda row: [row["ratio_to_best"]], 3),
+            Column("tokens a step", partial(_tokens_per_step, choices[-1]), 2),
             Column("status", lambda row: row["status"]),
         ]
 
@@ -98,13 +103,13 @@ class Context(Benchmark):
         return {}
 
     def blocks(self, part: Json) -> Iterator[Block]:
-        """Yield the maps of auto's speed over none and over the best fixed K."""
-        note = "Green: auto is faster. Requests whose KV is filled to the context and not read."
-        yield _map(part, "Speed of auto over none", note, "ratio_to_none", lambda row: "")
-        note = "The best fixed K in hindsight, of those measured, none being K=0."
-        yield _map(
-            part, "Speed of auto over the best fixed K", note, "ratio_to_best", _best_fixed_name
-        )
+        """Yield the maps of the speed over none, and over the best fixed K where it is chosen."""
+        choice = part["rows"][0]["choice"]
+        note = "Green: faster. The KV cache is filled to the context and not read."
+        yield _map(part, f"Speed of {choice} over none", note, "ratio_to_none", lambda row: "")
+        if choice == AUTO:
+            note = "The best of none and the fixed K that were measured, in hindsight."
+            yield _map(part, "Speed of auto over the best", note, "ratio_to_best", _best_name)
 
 
 def _map(part: Json, title: str, note: str, key: str, named: Callable[[Json], str]) -> Block:
@@ -117,18 +122,35 @@ def _map(part: Json, title: str, note: str, key: str, named: Callable[[Json], st
     return map_block(title, note, cells)
 
 
-def _best_fixed_name(row: Json) -> str:
+def _best_name(row: Json) -> str:
     return row["best_fixed"] or ""
+
+
+def _tokens_per_step(choice: str, row: Json) -> list[float | None]:
+    return [row["tokens_per_step"].get(choice)]
 
 
 def _time_of(choice: str, row: Json) -> list[float | None]:
     return [row["tpot_ms"].get(choice)]
 
 
+def choices_of(config: RunConfig) -> list[str]:
+    """Names of the choices of drafts that are timed, none first."""
+    chosen = [AUTO] if config.method.num_speculative_tokens is PerStep.auto else []
+    return [PLAIN, *(f"K={k}" for k in drafts_of(config)), *chosen]
+
+
+def _new_choices(config: RunConfig, engine: Engine, plain: Engine) -> list[Choice]:
+    names, drafts = choices_of(config), drafts_of(config)
+    is_chosen = names[-1] == AUTO
+    forced = {f"K={k}": k for k in drafts} if is_chosen else {}
+    return [Choice(name, plain if name == PLAIN else engine, forced.get(name)) for name in names]
+
+
 @dataclass(slots=True)
 class Choice:
-    """Passes of one choice of drafts: an engine, and the drafts of each step of it (None: the
-    engine's own choice)."""
+    """Passes of one choice of drafts: an engine, and the drafts of each of its steps (None: as the
+    engine has them)."""
 
     name: str
     engine: Engine
@@ -150,12 +172,7 @@ class Choice:
 def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, context: int) -> Json:
     """The row of a batch at a context: after a short warm-up of each choice they are timed in turn,
     bench.repeats times or as often as bench.cell_timeout_s allows, once at least."""
-    bench, fixed = config.bench, [f"K={k}" for k in config.bench.drafts]
-    choices = [
-        Choice(PLAIN, plain, None),
-        *(Choice(name, engine, k) for name, k in zip(fixed, bench.drafts, strict=True)),
-        Choice(AUTO, engine, None),
-    ]
+    bench, choices = config.bench, _new_choices(config, engine, plain)
     status, started = OK, time.perf_counter()
     most = engine.most_at_once(context + bench.output_tokens)
     if most is not None and batch > most:
@@ -176,16 +193,20 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
         for choice in choices
         if choice.seconds
     }
-    hindsight = {name: tpot_ms[name] for name in (PLAIN, *fixed) if name in tpot_ms}
-    best = min(hindsight, key=lambda name: hindsight[name], default=None)
-    to_none = _ratio(tpot_ms, PLAIN)
-    to_best = None if best is None else _ratio(tpot_ms, best)
+    last = choices[-1].name
+    fixed = [name for name in tpot_ms if name != AUTO]
+    best = min(fixed, key=lambda name: tpot_ms[name], default=None)
+    to_none, to_best = (
+        ratio(tpot_ms[last], tpot_ms[other]) if other in tpot_ms else None
+        for other in (PLAIN, best)
+    )
     log.info("%d at once, %d tokens: %s", batch, context, status)
-    log.info("auto %s of none, %s of the best K", figure(to_none, 3), figure(to_best, 3))
+    log.info("%s: %s of none, %s of the best", last, figure(to_none, 3), figure(to_best, 3))
     return {
         "batch": batch,
         "context": context,
         "status": status,
+        "choice": last,
         "num_rounds": len(choices[0].seconds),
         "tpot_ms": tpot_ms,
         "tokens_per_step": {choice.name: choice.tokens_per_step for choice in choices},
@@ -193,10 +214,6 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
         "ratio_to_none": to_none,
         "ratio_to_best": to_best,
     }
-
-
-def _ratio(tpot_ms: Json, other: str) -> float | None:
-    return ratio(tpot_ms[AUTO], tpot_ms[other]) if AUTO in tpot_ms else None
 
 
 def requests_of(

@@ -17,6 +17,7 @@ BENCHES = PLAIN, CONTEXT, DECODE, LOAD, SERVE, TURNS = (
 )
 # Benchmarks whose random prompts share no prefix: a cache would only hold those of earlier repeats.
 UNCACHED = {CONTEXT, DECODE, LOAD, SERVE}
+FIXED = (1, 3, 5)  # drafts that bench=context compares a choice for each step with
 MOST_RATE = 1e6  # requests per second, far past what an engine can take
 
 
@@ -107,6 +108,19 @@ def _is_one_part(c: RunConfig) -> bool:
     return (c.bench.engines, methods_of(c)) == ([c.engine.name], [c.method.name])
 
 
+def _is_per_step(c: RunConfig) -> bool:
+    return c.method.num_speculative_tokens is PerStep.auto
+
+
+def drafts_of(c: RunConfig) -> list[int]:
+    """The fixed numbers of drafts that bench=context times: bench.drafts, or by default the
+    method's, or with a number chosen for each step some up to the largest."""
+    if c.bench.drafts is not None:
+        return c.bench.drafts
+    most = c.method.most_drafts
+    return [k for k in FIXED if k <= most] if _is_per_step(c) else [most]
+
+
 def _is_context(c: RunConfig) -> bool:
     return c.bench.name == CONTEXT
 
@@ -133,13 +147,6 @@ _OF_CONTEXT = (
         "leave the key out",
     ),
     Rule(
-        "method.num_speculative_tokens",
-        lambda k, c: k is PerStep.auto,
-        "auto, with bench=context",
-        "is one number, and fixed numbers are compared with a choice for each step",
-        "write auto, and fixed numbers as bench.drafts",
-    ),
-    Rule(
         "parallelism.name",
         lambda name, c: c.parallelism.num_ranks == 1,
         "single, with bench=context",
@@ -154,8 +161,18 @@ _OF_CONTEXT = (
     ),
     Rule(
         "bench.drafts",
-        lambda drafts, c: is_rising(drafts) and drafts[-1] <= c.method.most_drafts,
-        "rising whole numbers from 1 to {c.method.most_drafts} (method.max_speculative_tokens)",
+        lambda drafts, c: drafts is None or _is_per_step(c) or drafts == [c.method.most_drafts],
+        "[{c.method.most_drafts}] (method.num_speculative_tokens), or null",
+        "holds other numbers than the one that the engine has",
+        "add method.num_speculative_tokens=auto",
+    ),
+    Rule(
+        "bench.drafts",
+        lambda drafts, c: (
+            drafts is None or (is_rising(drafts) and drafts[-1] <= c.method.most_drafts)
+        ),
+        "rising whole numbers from 1 to {c.method.most_drafts} (method.max_speculative_tokens), "
+        "or null",
         "is no list of numbers of drafts",
     ),
     at_least("bench.cell_timeout_s", 1),

@@ -331,7 +331,7 @@ class BenchConfig:
     methods: list[str] | None = None  # null: none, and the method chosen
     batches: list[int] = field(default_factory=list)  # bench=decode and bench=context only
     contexts: list[int] = field(default_factory=list)  # bench=context only, and the next two
-    drafts: list[int] = field(default_factory=list)  # fixed K
+    drafts: list[int] | None = None  # fixed K; null: see benches.drafts_of
     cell_timeout_s: int = 0
     num_requests: int = 0  # bench=load and bench=serve only
     prompt_tokens: int = 0  # bench=load, bench=serve: the median

@@ -85,10 +85,10 @@ def _batch(
     size = (len(images), most, images[0].patches.shape[1])
     # Pinned where it goes to CUDA: megabytes of each image are written once on the host.
     staged = torch.empty(size, dtype=torch.float32, pin_memory=device.type == "cuda")
-    patches = staged.numpy()
     positions = np.zeros((len(images), most, 2), dtype=np.int64)
     for i, image in enumerate(images):
-        patches[i, : counts[i]], patches[i, counts[i] :] = image.patches, 0
+        staged[i, : counts[i]] = torch.from_numpy(image.patches)
+        staged[i, counts[i] :] = 0
         positions[i, : counts[i]] = image.positions
     padding = np.arange(most) >= np.array(counts)[:, None]
     cells = np.concatenate([i * most + _cells(image, pool) for i, image in enumerate(images)])

@@ -107,12 +107,12 @@ def test_the_command_of_every_process_composes(
         ("decode", "bench.timeout_s=0", ["bench.timeout_s=0"]),
         ("decode", "target.max_model_len=13", ["max_model_len=13", "= 14", "14 or more"]),
         ("decode", "bench.isolate=false", ["bench.isolate=false", "one engine and one method"]),
-        ("decode", "bench.name=x", ["bench.name=x", "decode, load, none, serve, turns"]),
-        ("decode", "bench=none", ["bench.", "choose bench=decode"]),
+        ("decode", "bench.name=x", ["bench.name=x", "context, decode, load, none, ser"]),
+        ("decode", "bench=none", ["bench.", "choose bench=context or bench=decode"]),
         ("load", "bench.num_requests=0", ["bench.num_requests=0", "1 or more"]),
         ("load", "bench.max_prompt_tokens=4", ["=4", "bench.prompt_tokens=5 or more"]),
         ("load", "bench.max_output_tokens=3", ["=3", "bench.output_tokens=4 or more"]),
-        ("load", "bench.batches=[1]", ["bench.batches", "choose bench=decode"]),
+        ("load", "bench.batches=[1]", ["bench.batches", "bench=decode"]),
         ("load", "target.max_model_len=16", ["max_prompt_tokens + bench.max_output_tokens = 17"]),
         ("serve", "bench.rates=[]", ["bench.rates=[]", "[0.25, 0.5, 0.75, 0.9]"]),
         ("serve", "bench.rates=[0.5,0.25]", ["bench.rates=[0.5, 0.25]", "rising"]),
@@ -236,7 +236,8 @@ def test_requests_are_the_same_for_every_engine_and_change_with_the_seed(bench: 
     ours = requests()
     prompts = [request.prompt_token_ids for request in ours]
     assert prompts[0] != prompts[1]
-    assert requests("engine=vllm", "method=none") == ours
+    others = [] if bench == "context" else ["engine=vllm", "method=none"]
+    assert requests(*others) == ours
     assert [request.prompt_token_ids for request in requests("seed=1")] != prompts
 
 

@@ -35,6 +35,7 @@ DRAFTER = "method.checkpoint=/models/drafter"
 OF_LOAD = ("num_requests", "max_prompt_tokens", "max_output_tokens", "equal_lengths")
 GOODPUT = ("goodput.ttft_ms", "goodput.inter_token_ms")
 OF_SERVE = ("rates", "peak_rate", *GOODPUT)
+OF_CONTEXT = ("contexts", "drafts", "cell_timeout_s")
 OF_TURNS = ("num_conversations", "num_turns", "turn_tokens", "cold_turns")
 OF_WORKLOADS = {  # keys that not every workload has
     "random": ("num_requests", "prompt_tokens", "output_tokens"),
@@ -157,11 +158,14 @@ def test_default_yaml_spells_out_every_key_but_those_of_other_choices():
             for name, keys in OF_WORKLOADS.items()
         },
         "bench=none": {key for key in schema_keys() if key.startswith("bench.")} - {"bench.name"},
-        "bench=decode": {f"bench.{key}" for key in (*OF_LOAD, *OF_SERVE, *OF_TURNS)},
-        "bench=load": {f"bench.{key}" for key in ("batches", *OF_SERVE, *OF_TURNS)},
-        "bench=serve": {f"bench.{key}" for key in ("batches", "repeats", *OF_TURNS)},
+        "bench=context": {
+            f"bench.{key}" for key in ("prompt_tokens", *OF_LOAD, *OF_SERVE, *OF_TURNS)
+        },
+        "bench=decode": {f"bench.{key}" for key in (*OF_LOAD, *OF_SERVE, *OF_TURNS, *OF_CONTEXT)},
+        "bench=load": {f"bench.{key}" for key in ("batches", *OF_SERVE, *OF_TURNS, *OF_CONTEXT)},
+        "bench=serve": {f"bench.{key}" for key in ("batches", "repeats", *OF_TURNS, *OF_CONTEXT)},
         "bench=turns": {
-            f"bench.{key}" for key in ("batches", "prompt_tokens", *OF_LOAD, *OF_SERVE)
+            f"bench.{key}" for key in ("batches", "prompt_tokens", *OF_LOAD, *OF_SERVE, *OF_CONTEXT)
         },
         "engine=native": {key for key in schema_keys() if key.startswith("engine.vllm.")},
         "engine=vllm": {

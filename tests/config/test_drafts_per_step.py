@@ -41,7 +41,7 @@ def test_no_drafts_have_no_number_to_choose() -> None:
         ([AUTO, "method.max_speculative_tokens=0"], r"max_speculative_tokens=0 is out of range"),
         ([AUTO, "method.max_speculative_tokens=33"], r"max_speculative_tokens=33 is out of range"),
         ([AUTO, "engine=transformers"], r"tokens=auto is for runs \(bench=none\) of engine=native"),
-        ([AUTO, "bench=decode"], r"tokens=auto is for runs \(bench=none\) of engine=native"),
+        ([AUTO, "bench=decode"], r"tokens=auto is for runs \(bench=none\) of engine=native and"),
         (["method.num_speculative_tokens=null"], r"allowed: a whole number, or auto"),
         (["method.num_speculative_tokens=automatic"], r"allowed: a whole number, or auto"),
     ],

@@ -197,7 +197,7 @@ REFUSED = {
         "choose workload=images or workload=random",
     ],
     "bench.engines=[native]": ["bench.engines=[native]", "bench=none has no keys", "bench=decode"],
-    "+bench.engines=[native]": ["bench=none has no keys", "choose bench=decode or bench=load"],
+    "+bench.engines=[native]": ["bench=none has no keys", "choose bench=context or bench=dec"],
     "bench=decode +bench.rates=[1]": ["is no key of bench=decode", "choose bench=serve, or leave"],
     "engine=transformers +engine.kv_cache.block_size=4": ["is no key of engine=transformers"],
     "engine=transformers engine.prefix_caching=false": [

@@ -202,6 +202,10 @@ OF_LOAD = (
     *("bench.max_prompt_tokens=8", "bench.max_output_tokens=6"),
 )
 SMALL_BENCHES = {
+    "context": [
+        *("bench.batches=[1]", "bench.contexts=[16]", "bench.output_tokens=3", "bench.repeats=1"),
+        *("method.num_speculative_tokens=3", "bench.cell_timeout_s=9"),
+    ],
     "decode": [
         "bench.batches=[1]",
         "bench.prompt_tokens=4",
@@ -220,7 +224,8 @@ SMALL_BENCHES = {
 @pytest.mark.parametrize("name", SMALL_BENCHES)
 def test_every_key_of_a_benchmark_is_documented(name: str, tmp_path: Path) -> None:
     small = [*SMALL_BENCHES[name], f"bench={name}"]
-    small += ["bench.engines=[native]", "bench.methods=[none]", "method=none"]
+    small.append("bench.engines=[native]")
+    small += ["bench.methods=[none]", "method=none"] if name != "context" else []
     found = hydraspec.run(
         [*small, "bench.isolate=false", "tracker=none", f"hydra.run.dir={tmp_path}"]
     )

@@ -20,6 +20,7 @@ from hydraspec.types import Request
 SMALL = ("bench.batches=[1,2]", "bench.prompt_tokens=5", "bench.output_tokens=9")
 LENGTHS = ("prompt_tokens=5", "output_tokens=4", "max_prompt_tokens=9", "max_output_tokens=8")
 BENCHES = {  # benchmarks of a few tokens
+    "context": ("batches=[1,2]", "contexts=[8,16]", "output_tokens=8", "repeats=2"),
     "decode": SMALL,
     "load": ("num_requests=6", *LENGTHS, "repeats=2"),
     "serve": ("num_requests=4", *LENGTHS),
