@@ -18,6 +18,7 @@ from hydraspec_kernels.runtime.ahead import num_compiled
 
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Built, Engine, EngineInfo, StepProfile
+from hydraspec.engine.cache.noise import fill
 from hydraspec.engine.costs import from_json
 from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.grammars import Grammars
@@ -143,7 +144,7 @@ class NativeEngine(Engine):
             self._scheduler.step_drafts.start_over()
         with self.parts.runner.kv.lease.taken(), self._dropping(), closing(admission):
             if any(request.num_filled for request in requests):
-                self.parts.runner.kv.fill()
+                fill(self.parts.runner.kv)
             while (joining := self._joining(admission, num_unfinished)) is not None:
                 for request in joining:
                     offered_at = admission.offered_at(request)

@@ -10,6 +10,7 @@ from caches import kv_cache, kv_group
 from graph_runs import graph_config, make_graph_engine, run_requests, zoo_requests
 
 from hydraspec.config.schema import PerStep
+from hydraspec.engine.cache.noise import fill
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run.step_costs import TOKENS_PER_RUN, filled, longer_contexts
 from hydraspec.lab.rounds import Measurement
@@ -80,14 +81,14 @@ def test_a_preempted_request_begins_filled_again() -> None:
 
 def test_noise_fills_all_blocks_but_the_null_blocks_and_once() -> None:
     cache = kv_cache([kv_group("full", (0,), 4, head_dim=8)], (9,), 2, 32, num_layers=1)
-    cache.fill()
+    fill(cache)
     rows = cache.caches[0]
     assert rows is not None
     assert rows[:4].eq(0).all()
     assert rows[4:].abs().gt(0).all()
     assert rows[4:].abs().le(1).all()
     rows[5].zero_()
-    cache.leading(1).fill()  # a baseline's view of the same blocks
+    fill(cache.leading(1))  # a baseline's view of the same blocks
     assert rows[5].eq(0).all()
 
 

@@ -25,7 +25,6 @@ from hydraspec.engine.cache.prefix import PrefixKeys
 from hydraspec.types import BlockTable, KVGroupSpec, PrefixCaching, Span
 
 NEVER = sys.maxsize
-NOISE_SEED, NOISE_ROWS = 0x6B76, 4096  # of the numbers of `fill`
 
 
 class Lease:
@@ -56,16 +55,6 @@ class Lease:
             yield
         finally:
             self._is_taken = False
-
-
-def write_noise(rows: Tensor) -> None:
-    """Fill cache rows [N, ...] with numbers from -1 to 1: NOISE_ROWS random rows again and
-    again. Equal seeds give equal numbers."""
-    shape = (min(NOISE_ROWS, len(rows)), *rows.shape[1:])
-    noise = torch.rand(shape, generator=torch.Generator().manual_seed(NOISE_SEED)) * 2 - 1
-    tile = noise.to(rows.device, rows.dtype)
-    for part in rows.split(NOISE_ROWS):
-        part.copy_(tile[: len(part)])
 
 
 class KVCache:
@@ -204,16 +193,6 @@ class KVCache:
             (group.num_blocks - 1) // group.blocks_of(num_tokens, num_lookahead_tokens)
             for group in self._groups
         )
-
-    def fill(self) -> None:
-        """Write random numbers to every block but the null blocks, for requests that begin with
-        KV that was never computed (see Request.num_filled); once for a cache and its views."""
-        for spec in self.specs:
-            for layer in self.lease.filled.isdisjoint(spec.layers) * spec.layers:
-                cache = self.caches[layer]
-                assert cache is not None
-                write_noise(cache[spec.block_size :])
-            self.lease.filled.update(spec.layers)
 
     # ------------------------------------------------------------------ prefixes
 
