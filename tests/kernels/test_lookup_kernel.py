@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from compiled_apart import compiled
 from hydraspec_kernels.lookup import Lookup, kernel
 from hydraspec_kernels.lookup.kernel import continued_kernel, write_drafts_kernel
 from hydraspec_kernels.lookup.reference import continued_reference, write_drafts_reference
@@ -71,3 +73,31 @@ def test_drafts_are_written_as_by_the_reference(
         num_followed += changed * (given["lookup"] is None)
         num_looked_up += changed * (given["lookup"] is not None)
     assert min(num_followed, num_looked_up) > 100
+
+
+COMPILE = """
+import json, sys
+from sm90 import build
+from triton.compiler import ASTSource
+from hydraspec_kernels.lookup import kernel
+
+found = []
+for name, types, fixed in json.loads(sys.argv[1]):
+    built = getattr(kernel, name)
+    kinds = {each: "*i64" for each in built.arg_names if each.endswith("_ptr")} | types
+    made = build(built, kinds, fixed | {"BLOCK": 1024, "PDL": True}, source=ASTSource, num_warps=4)
+    found.append([made.asm["ptx"].count("st.global")])
+print(json.dumps(found))
+"""
+COLUMN_TYPES = {"columns": "i32", "width": "i32", "factor": "fp32", "fewest": "i32"}
+
+
+def test_kernels_compile_without_a_device(tmp_path: Path) -> None:
+    """Catches what the interpreter does not: types that differ between the sides of a branch."""
+    sizes = {"K": 5, "WIDTH": 8}
+    jobs = [
+        ("_write_drafts", COLUMN_TYPES, {**sizes, "LONGEST": longest, "IS_AHEAD": is_ahead})
+        for longest, is_ahead in ((0, False), (0, True), (4, True))
+    ]
+    jobs.append(("_continued", {"columns": "i32", "least": "i32"}, {**sizes, "MOST": 5}))
+    assert all(stores > 0 for (stores,) in compiled(COMPILE, jobs, tmp_path))
