@@ -102,28 +102,33 @@ class RuleWriter:
 
 
 def write_masks(state: RequestState, found: TokenMasks) -> None:
-    """Write the masks of a step, and the distributions of drafts that grammars decide: one copy to
-    the device, for which the host does not wait."""
+    """Write the masks of a step, and in place of the drafter's drafts those that grammars decide:
+    one copy to the device, for which the host does not wait."""
     assert state.rules is not None
-    masks, num_rows, width = state.rules.masks, *found.words.shape
-    parts = [found.rows.view(np.int32), found.decided.ravel().view(np.int32), found.words.ravel()]
+    masks, probs, (num_rows, width) = state.rules.masks, state.draft_probs, found.words.shape
+    slots, columns, places, tokens = found.decided
+    numbers = [found.rows, slots * state.token_ids.shape[1] + columns, tokens]
+    numbers += [] if probs is None else [slots * probs.shape[1] + places]
+    parts = [*(each.view(np.int32) for each in numbers), found.words.ravel()]
     sent = torch.from_numpy(np.concatenate(parts))
     if masks.is_cuda:
         sent = sent.pin_memory().to(masks.device, non_blocking=True)
-    rows, decided, words = sent.split([len(part) for part in parts])
-    masks.view(-1, width).index_copy_(0, rows.view(torch.int64), words.view(num_rows, width))
-    if state.draft_probs is not None and len(found.decided):
-        numbers = decided.view(torch.int64).view(-1, 2)
-        _make_certain(state.draft_probs, state.draft_vocab_map, numbers)
+    *sections, words = sent.split([len(part) for part in parts])
+    rows, text, drafts, *certain = (each.view(torch.int64) for each in sections)
+    masks.view(-1, width).index_copy_(0, rows, words.view(num_rows, width))
+    if len(tokens):
+        state.token_ids.view(-1).index_copy_(0, text, drafts)
+    if len(tokens) and probs is not None:
+        _make_certain(probs, state.draft_vocab_map, certain[0], drafts)
 
 
-def _make_certain(probs: Tensor, vocab_map: Tensor | None, decided: Tensor) -> None:
-    """Give drafts that were not sampled a distribution [S, K, V'] that is certain of them: one
-    without mass, which is never accepted, where the drafter's vocabulary lacks the token."""
+def _make_certain(probs: Tensor, vocab_map: Tensor | None, places: Tensor, tokens: Tensor) -> None:
+    """Make the distributions [S, K, V'] at these places, slot * K + place, certain of their tokens:
+    without mass, so that nothing is accepted, where the drafter's vocabulary lacks the token."""
     width = probs.shape[-1]
     ids = torch.arange(width, device=probs.device) if vocab_map is None else vocab_map
-    rows = (ids == decided[:, 1:]).to(probs.dtype)
-    probs.view(-1, width).index_copy_(0, decided[:, 0], rows)
+    rows = (ids == tokens.unsqueeze(1)).to(probs.dtype)
+    probs.view(-1, width).index_copy_(0, places, rows)
 
 
 def num_words(vocab_size: int) -> int:

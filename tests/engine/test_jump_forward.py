@@ -125,7 +125,7 @@ def test_a_decided_draft_is_certain_in_the_vocabulary_of_the_drafter(
     """One that the vocabulary lacks has no mass: it is never accepted."""
     probs = torch.full((2, 2, 6), 1 / 6)
     known = None if vocab_map is None else torch.tensor(vocab_map)
-    rules._make_certain(probs, known, torch.tensor([[1, 4], [2, 5]]))
+    rules._make_certain(probs, known, torch.tensor([1, 2]), torch.tensor([4, 5]))
     assert probs[0, 1].tolist() == row
     assert probs[1, 0].sum() == (1 if vocab_map is None else 0)
     assert torch.equal(probs[[0, 1], [0, 1]], torch.full((2, 6), 1 / 6))

@@ -54,7 +54,6 @@ class PlanBuilder:
             num_drafts = np.array([item.num_drafts for item in scheduled], dtype=np.int64)
             samples = np.array([item.samples for item in scheduled])
             segments = _segments(scheduled, seq_lens)
-        masks = _masks(scheduled, self._num_speculative_tokens)
         all_greedy, flags = flags_from(item.sequence.needs[item.samples] for item in scheduled)
         return StepPlan(
             slots=slots,
@@ -70,7 +69,7 @@ class PlanBuilder:
             continuations=_continuations(scheduled, self._num_speculative_tokens),
             images=_image_rows(scheduled, 0),
             next_images=_image_rows(scheduled, 1),
-            masks=masks,
+            masks=_masks(scheduled, self._num_speculative_tokens),
             scored=_scored(scheduled),
         )
 
@@ -87,21 +86,15 @@ class PlanBuilder:
 
 
 def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | None:
-    """Continuations of the decodes that verify the host's drafts or those that a grammar decides;
-    None: there are none."""
-    missing, rows = [-1] * (2 * k + 1), list[list[int]]()
-    verifying = [item for item in scheduled if item.num_drafts]
-    for item in verifying:
-        sequence, follows = item.sequence, item.follows
-        found = sequence.continuation
-        if follows is not None and follows.decided:
-            found = follows.drafts
-        elif sequence.drafted is None:
-            continue
-        rows.append([sequence.slot, sequence.num_tokens, *found, *missing[len(found) :]])
-    if not rows:
+    """Continuations of the decodes that verify the host's drafts; None: there are none."""
+    verifying = [each.sequence for each in scheduled if each.num_drafts and each.sequence.drafted]
+    if not verifying:
         return None
-    is_ahead = any(item.sequence.in_flight is not None for item in verifying)
+    missing, rows = [-1] * (2 * k + 1), []
+    for sequence in verifying:
+        found = sequence.continuation
+        rows.append([sequence.slot, sequence.num_tokens, *found, *missing[len(found) :]])
+    is_ahead = any(sequence.in_flight is not None for sequence in verifying)
     return Continuations(numbers=np.array(rows, dtype=np.int64), is_ahead=is_ahead)
 
 
@@ -118,20 +111,21 @@ def _image_rows(scheduled: Sequence[Scheduled], ahead: int) -> tuple[ImageRows, 
 
 
 def _masks(scheduled: Sequence[Scheduled], k: int) -> TokenMasks | None:
-    """Tokens that the grammars of requests allow after each of their drafts; None: no grammar."""
-    rows, words, decided = list[int](), list[np.ndarray](), list[tuple[int, int]]()
+    """Tokens that the grammars of requests allow after each of their drafts, and the drafts that
+    they decide; None: no grammar."""
+    rows, words, decided = list[int](), list[np.ndarray](), list[tuple[int, int, int, int]]()
     for item in scheduled:
         if (follows := item.follow_grammar()) is not None:
-            slot = item.sequence.slot
+            slot, end = item.sequence.slot, item.sequence.num_tokens
             words.append(follows.masks)
             rows += range(slot * (k + 1), slot * (k + 1) + len(follows.masks))
-            decided += [(slot * k + place, follows.drafts[place]) for place in follows.decided]
+            decided += [(slot, end + i, i, follows.drafts[i]) for i in follows.decided]
     if not rows:
         return None
     return TokenMasks(
         rows=np.array(rows),
         words=np.concatenate(words),
-        decided=np.array(decided, dtype=np.int64).reshape(-1, 2),
+        decided=np.array(decided, dtype=np.int64).reshape(-1, 4).T.copy(),
     )
 
 

@@ -83,7 +83,7 @@ class TokenMasks:
 
     rows: np.ndarray  # [R] int64: slot * (K+1) + drafts before the token
     words: np.ndarray  # [R, ceil(V / 32)] int32
-    decided: np.ndarray  # [D, 2] int64: slot * K + place of the draft, and its token
+    decided: np.ndarray  # [4, D] int64: slot, column of its tokens, place of the draft, its token
 
 
 class SlotSampling(Protocol):
