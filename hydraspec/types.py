@@ -135,8 +135,7 @@ class RequestStep:
     num_accepted: int  # the verifier's count, before a stop or limit cuts the output
     output_token_ids: list[int]  # emitted tokens, after a stop or limit has cut them
     jump_forward_places: list[int] = field(default_factory=list)  # of drafts a grammar decided
-    # Of each of these drafts, the drafter's estimate that it and those before it are accepted.
-    draft_survivals: list[float] | None = None  # None: the drafter estimates nothing
+    draft_survivals: list[float] | None = None  # estimates of each draft; None: there are none
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -281,8 +280,8 @@ class RequestState:
 
     The last slot belongs to no request: padding requests of graphs share it, with nothing computed.
 
-    token_ids holds prompt and sampled tokens, then drafts under verification after the newest one,
-    which is number num_computed of a decoding request. Column L takes masked writes.
+    token_ids holds prompt and sampled tokens, then drafts under verification after the newest one
+    (number num_computed of a decoding request). Column L takes masked writes.
     """
 
     token_ids: Tensor  # [S, L+1] int64
