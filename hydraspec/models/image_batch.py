@@ -87,7 +87,7 @@ def _batch(
     staged = torch.empty(size, dtype=torch.float32, pin_memory=device.type == "cuda")
     positions = np.zeros((len(images), most, 2), dtype=np.int64)
     for i, image in enumerate(images):
-        staged[i, : counts[i]] = torch.from_numpy(image.patches)
+        staged[i, : counts[i]] = torch.from_numpy(np.require(image.patches, np.float32, "W"))
         staged[i, counts[i] :] = 0
         positions[i, : counts[i]] = image.positions
     padding = np.arange(most) >= np.array(counts)[:, None]

@@ -38,6 +38,10 @@ PRESETS = {
         for name in ("gemma4_e2b", "gemma4_e4b", "gemma4_12b", "gemma4_26b_a4b", "gemma4_31b")
     },
     "bench_heads target=gemma4_31b": ("gemma4_31b", "eagle3", "gemma4_31b-eagle3", 2.5),
+    "bench_heads target=gemma4_31b method=dflash": (
+        *("gemma4_31b", "dflash", "gemma4_31b-dflash", 2.5),
+    ),
+    "bench_heads method=dspark": ("qwen3_8b", "dspark", "qwen3_8b-dspark", 2.5),
     "bench_heads": ("qwen3_8b", "eagle3", "qwen3_8b-eagle3", 2.5),
     "bench_heads method=peagle": ("qwen3_8b", "peagle", "qwen3_8b-peagle", 2.5),
     "bench_heads target=mistral_7b method=eagle": ("mistral_7b", "eagle", "mistral_7b-eagle", 2.5),
