@@ -23,7 +23,13 @@ from hydraspec.models.checkpoint.reader import Checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.models.gemma4.config import Gemma4Config, read_gemma4_config
 from hydraspec.models.gemma4.layer import Gemma4Layer
-from hydraspec.models.gemma4.vision import PREFIXES, build_encoder, name_in_encoder
+from hydraspec.models.gemma4.vision import (
+    PREFIXES,
+    PatchEmbedder,
+    VisionTower,
+    build_encoder,
+    name_in_encoder,
+)
 from hydraspec.models.linear import Linear, Table
 from hydraspec.models.parts import Share, Weights
 from hydraspec.models.place import Place
@@ -105,7 +111,9 @@ class Gemma4Target(Decoder):
         # the last one for its drafter.
         drafts = self.stage.is_last and self.stage.drafts
         is_held = self.stage.is_first or bool(config.ple_size) or drafts
-        self.encoder = build_encoder(config.vision, config.hidden_size, place.if_held(is_held))
+        self.encoder: VisionTower | PatchEmbedder | None = build_encoder(
+            config.vision, config.hidden_size, place.if_held(is_held)
+        )
         self.images_see_ahead = config.images_see_ahead
 
     def frequencies(self, config: Gemma4Config, place: Place) -> dict[str, Frequencies]:
@@ -130,6 +138,8 @@ class Gemma4Target(Decoder):
         ):
             self.encoder = None
         super().fill(checkpoint, weights=weights, seed=seed)
+        if self.encoder is not None and self.encoder.is_held:
+            self.encoder.finish()
 
     def ignores(self, name: str) -> bool:
         """Returns whether a tensor is not needed: it is of the keys or values of a layer that

@@ -59,6 +59,9 @@ class ImageEncoder(Weights):
         shape = self.shape
         return largest_image(shape.pool, shape.patch_values, shape.num_positions)
 
+    def finish(self) -> None:
+        """Computes derived weights, if there are any; call once after the weights are filled."""
+
     def tokens(self, batch: ImageBatch) -> Tensor:
         """Tokens [M, E] of a batch, before the projection's norm."""
         raise NotImplementedError
@@ -88,13 +91,23 @@ class ClippedLinear(Weights):
         self.input_min, self.input_max, self.output_min, self.output_max = (
             place.empty() if clipped else None for _ in range(4)
         )
+        # Input and output bounds as host numbers, set by `finish`: bounds on the device take a
+        # kernel that reads them for every value.
+        self.bounds: tuple[float, ...] | None = None
+
+    def finish(self) -> None:
+        """Reads the bounds; call once after the weights are filled."""
+        if self.input_min is not None:
+            bounds = (self.input_min, self.input_max, self.output_min, self.output_max)
+            self.bounds = tuple(float(bound) for bound in bounds if bound is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Output [T, n] for x [T, k]."""
-        if self.input_min is None:
+        if self.bounds is None:
             return self.linear.by_library(x)
-        x = self.linear.by_library(x.clamp(self.input_min, self.input_max))
-        return x.clamp(self.output_min, self.output_max)
+        input_min, input_max, output_min, output_max = self.bounds
+        x = self.linear.by_library(x.clamp(input_min, input_max))
+        return x.clamp_(output_min, output_max)
 
 
 class TowerLayer(Weights):
@@ -196,6 +209,11 @@ class VisionTower(ImageEncoder):
         half = shape.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
         self.frequencies = (1.0 / shape.theta**exponents).to(place.device)
+
+    def finish(self) -> None:
+        for layer in self.layers:
+            for linear in (layer.q, layer.k, layer.v, layer.out, layer.gate, layer.up, layer.down):
+                linear.finish()
 
     def tokens(self, batch: ImageBatch) -> Tensor:
         """Tokens [M, E]: mean of a token's patches after the last layer, times sqrt(E)."""
