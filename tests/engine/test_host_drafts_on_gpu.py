@@ -1,4 +1,5 @@
-"""Drafts from the host on a device: graphs of every length, and no wait for their upload.
+"""Drafts from the host, or copied from the text, on a device: graphs of every length, no wait for
+an upload, and the drafts of the CPU.
 
 Alone: `pytest -m gpu tests/engine/test_host_drafts_on_gpu.py -s`.
 """
@@ -14,9 +15,9 @@ from hydraspec.config.schema import Device, Dtype, RunConfig
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def config_of(mode: str, device: Device, *, ahead: bool) -> RunConfig:
+def config_of(method: str, mode: str, device: Device, *, ahead: bool) -> RunConfig:
     config = graph_config(
-        "suffix", mode, pair=("tiny_qwen3", None), device=device, dtype=Dtype.float32
+        method, mode, pair=("tiny_qwen3", None), device=device, dtype=Dtype.float32
     )
     config.engine.async_scheduling = ahead
     return config
@@ -24,10 +25,11 @@ def config_of(mode: str, device: Device, *, ahead: bool) -> RunConfig:
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "waiting"])
 @pytest.mark.parametrize("mode", ["none", *GRAPH_MODES])
-def test_the_device_decodes_as_the_cpu(mode: str, ahead: bool) -> None:
-    cpu = make_graph_engine(config_of("none", Device.cpu, ahead=ahead), None)
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_the_device_decodes_as_the_cpu(method: str, mode: str, ahead: bool) -> None:
+    cpu = make_graph_engine(config_of(method, "none", Device.cpu, ahead=ahead), None)
     wanted = run_requests(cpu, zoo_requests(8))
-    engine = make_graph_engine(config_of(mode, Device.cuda, ahead=ahead), None)
+    engine = make_graph_engine(config_of(method, mode, Device.cuda, ahead=ahead), None)
     run_requests(engine, zoo_requests(8))
     with without_waiting():
         found = run_requests(engine, zoo_requests(8))
