@@ -9,10 +9,15 @@ import pytest
 import torch
 from graph_runs import PAIRS, graph_config, make_graph_engine
 from grids import in_turn
+from hydraspec_kernels import lookup
+from hydraspec_kernels.lookup import Lookup
+from hydraspec_kernels.lookup.reference import write_drafts_reference
 from recorded_graphs import RecordedOps
+from torch import Tensor
 
 from hydraspec.engine.run import loading
 from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run.host_drafts import rehearse_drafts
 from hydraspec.engine.run.runner import Runner
 from hydraspec.engine.schedule.plans import dummy_plans
 from hydraspec.types import Batch, StepPlan
@@ -87,6 +92,28 @@ def test_every_method_rehearses(rehearsed: list[Batch], method: str, mode: str) 
     k = engine.info.num_speculative_tokens
     assert {(5, 40), (1, 40)} <= shapes
     assert {(count, count * (k + 1)) for count in (2, 5)} <= shapes
+
+
+def test_drafts_of_the_host_are_rehearsed_with_and_without_a_step_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And leave the slots of requests alone."""
+    config = graph_config("suffix", "full", pair=("tiny_qwen3", None))
+    engine = make_graph_engine(config, RecordedOps())
+    runner, seen = engine.parts.runner, list[object]()
+
+    def written(token_ids: Tensor, *args: Tensor, **given: object) -> None:
+        seen.append(given["is_ahead"])
+        write_drafts_reference(token_ids, *args, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lookup, "write_drafts", written)
+    runner.state.token_ids.fill_(7)
+    rehearse_drafts(runner.state, 3, Lookup(4, 1.0))
+    assert seen == [False, True]
+    assert runner.state.token_ids[:-1].eq(7).all()
+    seen.clear()
+    runner.rehearse()
+    assert seen == [False, True]
 
 
 def test_loading_goes_on_without_it(
