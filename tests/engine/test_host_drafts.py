@@ -196,6 +196,26 @@ def test_a_request_whose_drafts_are_rejected_gets_one_row_and_then_another_try()
     assert drafts.propose([sequence]) == 2
 
 
+def test_texts_without_drafts_are_read_more_seldom_and_then_as_before() -> None:
+    """Catches host time that prose takes for nothing, and drafts that are missed for long."""
+    drafts = StepDrafts(SuffixDrafts(SuffixOptions(), 3, 40), 3)
+    sequences, reads = [decoding([]) for _ in range(16)], []
+    for number in range(40):
+        if number == 35:
+            sequences = [decoding([1, 2, 3]) for _ in range(16)]
+        for sequence in sequences:
+            sequence.continuation = [UNSET]
+        if drafts.propose(sequences):
+            break
+        reads += [number] * (sequences[0].continuation == [])
+    assert reads[:4] == [0, 1, 2, 3]
+    assert len(reads) < 20
+    assert 35 <= number <= 38
+    for sequence in sequences:
+        observe(drafts, sequence, 4, 3)
+    assert drafts.propose(sequences) == 3
+
+
 def test_finished_outputs_are_read_once_drafts_are_tried() -> None:
     """Catches outputs that are lost while no drafts are tried, and a list of them that only
     grows."""

@@ -18,6 +18,8 @@ NUM_PRIOR = 4
 KEPT = 0.99  # part of these that still counts after a step without drafts
 RETURN = 0.001  # of the way back to PRIOR, in a step without drafts of any request
 MOST_UNREAD = 64  # finished outputs
+READS = 64  # of texts in vain, after which a step more passes before texts are read again,
+MOST_WAIT = 3  # and most steps
 EPSILON = 1e-9  # for sums of equal shares
 
 
@@ -27,7 +29,8 @@ class StepDrafts:
     A step has rows for all requests at each position that any draft takes. A position is left out
     where fewer than `min_acceptance` of the requests are expected to accept their draft there, by
     the shares that recent steps of each request, and of the run, accepted. Without drafts these
-    shares grow slowly, so that drafts are tried again.
+    shares grow slowly, so that drafts are tried again. Texts that are read in vain for long are not
+    read in every step.
 
     Attributes:
         clock: times this part of scheduling.
@@ -40,6 +43,8 @@ class StepDrafts:
         self._drafts, self._most = drafts, most
         self._acceptance = PRIOR  # share of drafts accepted recently, of all requests
         self._num_judged = 0  # steps of requests with drafts, in the run
+        self._num_in_vain = 0  # texts read since any step had drafts
+        self._wait = 0  # steps until texts are read again
         self._fewest_ahead = 0 if drafts.lookup is None else min(drafts.lookup.fewest, most)
         lengths = lengths_up_to(most)
         self._length_for = [min(n for n in lengths if n >= count) for count in range(most + 1)]
@@ -47,6 +52,7 @@ class StepDrafts:
     def start_over(self) -> None:
         """Begin a run, without outputs of earlier ones."""
         self._acceptance, self._num_judged = PRIOR, 0
+        self._num_in_vain = self._wait = 0
         self._unread.clear()
         self._drafts.start_over()
 
@@ -73,7 +79,8 @@ class StepDrafts:
         decoding = [sequence for sequence in sequences if sequence.decodes_next]
         shares = [self._share(sequence) for sequence in decoding]
         least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
-        if sum(shares) < least:  # no text is read until drafts are tried again
+        if self._wait or sum(shares) < least:  # no text is read until drafts are tried again
+            self._wait = max(0, self._wait - 1)
             return self._without_drafts()
         self._read()
         expected = [0.0] * self._most
@@ -86,7 +93,12 @@ class StepDrafts:
         length = self._most
         while length and expected[length - 1] < least:
             length -= 1
-        return self._length_for[length] if length else self._without_drafts()
+        if length:
+            self._num_in_vain = 0
+            return self._length_for[length]
+        self._num_in_vain += len(decoding)
+        self._wait = min(MOST_WAIT, self._num_in_vain // READS)
+        return self._without_drafts()
 
     def _without_drafts(self) -> int:
         self._acceptance += RETURN * (PRIOR - self._acceptance)
