@@ -8,6 +8,7 @@ turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run import device_runner, step_graphs
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.runners import launch_bound_rows
+from hydraspec.engine.schedule import prompt_rows
 from hydraspec.graphs import modes
 from hydraspec.models import decoder
 from hydraspec.models.decoder import Decoder
@@ -52,9 +54,10 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "LARGE_ROWS", (24, 40, MOST_ROWS))
 
 
-def engine_of(method: str, mode: str) -> NativeEngine:
+def engine_of(method: str, mode: str, *, max_mixing_cost: float | None = None) -> NativeEngine:
     pair = SHARING if method == "gemma4_mtp" else None
     config = graph_config(method, mode, pair=pair, max_num_seqs=NUM_SLOTS, sizes=(2, 3), **ROWS)
+    config.engine.max_mixing_cost = max_mixing_cost
     return make_graph_engine(config, None if mode == "none" else RecordedOps())
 
 
@@ -101,6 +104,28 @@ def test_no_mixed_step_is_eager_and_tokens_are_the_same(
     each = NUM_SLOTS * (engine.info.num_speculative_tokens + 1)
     assert bool(rows) is not reads_all
     assert set(rows) <= {each}, "graphs have room for every request's rows"
+
+
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle3"])
+def test_steps_that_pay_for_their_decodes_pass_the_graphs(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound on what mixing costs: eager steps of more rows, and the same tokens."""
+    monkeypatch.setattr(modes, "LARGE_ROWS", (24,))
+    limits = {"PROMPT_ROWS": (8, 16), "FEW_ROWS": 16, "LEAST_PROMPT_ROWS": 8}
+    costs = {"WEIGHT_ROWS": 30, "LATENCY_SHARE": 0, "KEYS_OF_LAUNCH": math.inf}
+    for name, value in {**limits, **costs}.items():
+        monkeypatch.setattr(prompt_rows, name, value)
+    wanted, eager = run_mode(method, "none", monkeypatch)[2], {}
+    for bound in (None, 1.0):
+        engine = engine_of(method, "full", max_mixing_cost=bound)
+        counts = count_launches(engine, monkeypatch)
+        run = run_requests(engine, zoo_requests(NUM_REQUESTS, longest=9))
+        assert run.outputs == wanted.outputs
+        assert run.num_accepted == wanted.num_accepted > 0
+        assert counts["mixed"] > 0
+        eager[bound] = counts["eager"]
+    assert eager[1.0] > eager[None]
 
 
 def padding_writes_to_the_first_row(patch: pytest.MonkeyPatch) -> None:
