@@ -79,6 +79,7 @@ class Plane:
     num_micro_batches: int
     times: StepTimes = field(default_factory=lambda: StepTimes(slowest=SLOWER_HALF))
     counts: AcceptanceCounts = field(init=False)
+    sizes: list[int] = field(default_factory=list)  # requests in the steps that are wanted
     contexts: list[int] = field(default_factory=list)  # tokens of each request of each step
 
     def __post_init__(self) -> None:
@@ -86,8 +87,10 @@ class Plane:
 
     def measure(self, requests: Sequence[Request], batches: Sequence[int]) -> None:
         """Run batches of the first requests until enough steps of each size ran."""
+        size_of = {batch: -(-batch // self.num_micro_batches) for batch in batches}
+        self.sizes = sorted({*size_of.values()})
         for batch in list(batches) * MAX_RUNS:
-            if self._is_known(-(-batch // self.num_micro_batches)):
+            if self._is_known(size_of[batch]):
                 continue
             for event in self.engine.run(_copies(requests, batch), concurrency=None):
                 if isinstance(event, StepRecord):
@@ -102,8 +105,7 @@ class Plane:
 
     def table(self) -> CostTable | None:
         """Costs of the sizes of which enough steps ran; None: of none."""
-        sizes = sorted({size for size, _ in self.times.step_ms})
-        known = [size for size in sizes if self._is_known(size)]
+        known = [size for size in self.sizes if self._is_known(size)]
         return _never_falling(self.times.table(known, self.lengths.offered)) if known else None
 
     def mean_context(self) -> int:
