@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from graph_runs import attention_as_on_devices, graph_config, make_graph_engine, zoo_requests
+from many_ranks import over_ranks
 from recorded_graphs import RecordedOps
 
 from hydraspec.config.schema import MethodConfig, PerStep, RunConfig, Verification
+from hydraspec.engine.base import Engine
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.recorded import Recorded, read_recorded
+from hydraspec.engine.run.step_costs import filled
 from hydraspec.errors import ConfigurationError
+from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
 
 K = 3
@@ -67,6 +71,10 @@ def following(trace: Path, k: int | PerStep = K, mode: str = "none", **fields: A
 def accepted_of(engine: NativeEngine, requests: list[Request]) -> dict[int, list[int]]:
     """Drafts accepted in each verify step, by request."""
     engine.tokenize(requests)
+    return accepted_by(engine, requests)
+
+
+def accepted_by(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for event in engine.run(requests, concurrency=4):
         if isinstance(event, Completion):
@@ -221,3 +229,25 @@ def test_a_run_without_drafts_has_nothing_to_follow(tmp_path: Path) -> None:
     write_lines(tmp_path / "requests.jsonl", [{"id": "0", "num_drafts": 0}])
     with pytest.raises(ConfigurationError, match="holds no request that verified drafts"):
         read_recorded(method(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
+def test_ranks_follow_the_same_record(axis: str, tmp_path: Path) -> None:
+    """Filled requests and a record's acceptance: each rank writes its own rows of the table."""
+    layout = Layout(**{axis: 2})
+    config = following(write_run(tmp_path))
+    config.target.max_model_len = 400
+    is_tensor = axis == "tensor"
+    config.parallelism = replace(config.parallelism, check=is_tensor, **{axis: 2})  # type: ignore[arg-type]
+
+    def lab(engine: Engine) -> dict[int, list[int]]:
+        requests = long_requests(4)
+        engine.tokenize(requests)
+        return accepted_by(engine, [filled(request, 300) for request in requests])
+
+    found = over_ranks(layout, config, lab, splits=True)
+    assert sorted(found) == [0, 1, 2, 3]
+    for index, lengths in found.items():
+        recorded = LENGTHS["abc"[index % 3]]
+        assert lengths[:-1] == in_turn(recorded, K, len(lengths) - 1)
