@@ -157,6 +157,25 @@ def test_decided_drafts_are_counted_apart() -> None:
     assert decoding
 
 
+def test_processed_log_probabilities_are_those_under_the_grammar() -> None:
+    """Of decided and other tokens, by logits that the engine computes without drafts."""
+    engine = engine_of("tiny_qwen3", "eagle3", "sampling.logprobs_mode=processed")
+    sampling = replace(SAMPLING, temperature=0.0, max_tokens=32, logprobs=20)
+    (asked,) = requests(engine, 1, sampling)
+    (ended,) = (e for e in engine.run([asked], concurrency=None) if isinstance(e, Completion))
+    prompt, output = ended.prompt_token_ids, ended.output_token_ids
+    assert ended.logprobs is not None
+    assert len(ended.logprobs) == len(output) > LENGTH
+    for place, found in enumerate(ended.logprobs):
+        logits = engine.logits_under(sampling, [*prompt, *output[:place]], len(prompt))
+        expected = torch.tensor(logits).double().log_softmax(-1)
+        assert found.logprob == pytest.approx(float(expected[output[place]]), abs=1e-4)
+        num_allowed = int(expected.isfinite().sum())
+        assert len(found.top) == min(20, num_allowed)
+        best = expected.topk(len(found.top)).values.tolist()
+        assert [value for _, value in found.top] == pytest.approx(best, abs=1e-4)
+
+
 def test_a_run_says_what_its_grammar_cost_and_decided(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
