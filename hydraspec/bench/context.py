@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,15 +15,15 @@ from statistics import median
 import numpy as np
 
 from hydraspec.bench.benchmark import Benchmark, Column, figure
-from hydraspec.bench.passes import STREAM, Passes, make_requests
-from hydraspec.config.benches import drafts_of
+from hydraspec.bench.passes import STREAM, make_requests
+from hydraspec.config.benches import context_tokens, drafts_of
 from hydraspec.config.schema import PerStep, RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
 from hydraspec.study.blocks import Block
 from hydraspec.study.maps import DOES_NOT_FIT, Cell, map_block
-from hydraspec.types import Request
+from hydraspec.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
@@ -155,18 +155,35 @@ class Choice:
     name: str
     engine: Engine
     num_drafts: int | None
-    seconds: list[float] = field(default_factory=list)
-    tokens_per_step: float | None = None
+    tpot_ms: list[float] = field(default_factory=list)  # of the passes so far
+    tokens_per_step: float | None = None  # of a request, in the last pass
 
-    def run(self, requests: Sequence[Request], *, counts: bool = True) -> None:
-        """Time a pass of the requests; not `counts`: a warm-up."""
-        k, passes = self.num_drafts, Passes(self.engine, requests)
+    def run(self, requests: Sequence[Request], num_tokens: int, *, counts: bool = True) -> None:
+        """Time decode steps of all the requests together until they have emitted `num_tokens` each
+        on average. Not `counts`: a warm-up.
+
+        Raises:
+            RuntimeError: a request ended before.
+        """
+        k = self.num_drafts
+        milliseconds, num_emitted, num_parts = 0.0, 0, 0
         with nullcontext() if k is None else self.engine.with_drafts(k):
-            passes.run()
+            events = self.engine.run(requests, concurrency=None)
+            for event in events:
+                if isinstance(event, Completion):
+                    raise RuntimeError(f"request {event.index} ended: {event.error}")
+                if len(event.requests) < len(requests) or event.requests[-1].is_prefill:
+                    continue
+                milliseconds += event.total_ms
+                num_parts += len(requests)
+                num_emitted += sum(len(part.output_token_ids) for part in event.requests)
+                if num_emitted >= len(requests) * num_tokens:
+                    break
+            if isinstance(events, Generator):
+                events.close()
         if counts:
-            self.seconds += passes.seconds
-            num_steps = sum(len(step.requests) for step in passes.steps)
-            self.tokens_per_step = ratio(passes.meter.num_output_tokens(), num_steps)
+            self.tpot_ms.append(milliseconds * len(requests) / num_emitted)
+            self.tokens_per_step = num_emitted / num_parts
 
 
 def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, context: int) -> Json:
@@ -174,25 +191,22 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
     bench.repeats times or as often as bench.cell_timeout_s allows, once at least."""
     bench, choices = config.bench, _new_choices(config, engine, plain)
     status, started = OK, time.perf_counter()
-    most = engine.most_at_once(context + bench.output_tokens)
+    num_tokens = bench.output_tokens
+    most_tokens = context_tokens(config)
+    most = engine.most_at_once(context + most_tokens)
     if most is not None and batch > most:
         status = DOES_NOT_FIT
     else:
-        few = requests_of(config, engine, batch, context, min(WARM_UP_TOKENS, bench.output_tokens))
+        requests = requests_of(config, engine, batch, context, most_tokens)
         for choice in choices:
-            choice.run(few, counts=False)
-        requests = requests_of(config, engine, batch, context, bench.output_tokens)
+            choice.run(requests, min(WARM_UP_TOKENS, num_tokens), counts=False)
         for number in range(bench.repeats):
             for choice in choices[:: -1 if number % 2 else 1]:
-                choice.run(requests)
+                choice.run(requests, num_tokens)
             if time.perf_counter() - started > bench.cell_timeout_s and number + 1 < bench.repeats:
                 status = STOPPED
                 break
-    tpot_ms = {
-        choice.name: 1e3 * median(choice.seconds) / bench.output_tokens
-        for choice in choices
-        if choice.seconds
-    }
+    tpot_ms = {choice.name: median(choice.tpot_ms) for choice in choices if choice.tpot_ms}
     last = choices[-1].name
     fixed = [name for name in tpot_ms if name != AUTO]
     best = min(fixed, key=lambda name: tpot_ms[name], default=None)
@@ -207,7 +221,7 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
         "context": context,
         "status": status,
         "choice": last,
-        "num_rounds": len(choices[0].seconds),
+        "num_rounds": len(choices[0].tpot_ms),
         "tpot_ms": tpot_ms,
         "tokens_per_step": {choice.name: choice.tokens_per_step for choice in choices},
         "best_fixed": best,
@@ -231,5 +245,5 @@ def _shortest_to_longest(config: RunConfig, engine: Engine) -> list[Request]:
     """Requests of the largest batch at the shortest context whose outputs would reach the longest:
     for the costs by which the engine chooses."""
     bench = config.bench
-    num_tokens = bench.contexts[-1] - bench.contexts[0] + bench.output_tokens
+    num_tokens = bench.contexts[-1] - bench.contexts[0] + context_tokens(config)
     return requests_of(config, engine, bench.batches[-1], bench.contexts[0], num_tokens)

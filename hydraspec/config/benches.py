@@ -73,7 +73,8 @@ def _longest(c: RunConfig) -> tuple[str, int]:
     if c.bench.name == TURNS:
         keys, count = ("turn_tokens", "output_tokens"), c.bench.num_turns
     if c.bench.name == CONTEXT:
-        return "bench.contexts + bench.output_tokens", c.bench.contexts[-1] + c.bench.output_tokens
+        text = "bench.contexts + bench.output_tokens x (K + 1)"
+        return text, c.bench.contexts[-1] + context_tokens(c)
     text = " + ".join(f"bench.{key}" for key in keys)
     total = count * sum(getattr(c.bench, key) for key in keys)
     return f"bench.num_turns x ({text})" if c.bench.name == TURNS else text, total
@@ -119,6 +120,12 @@ def drafts_of(c: RunConfig) -> list[int]:
         return c.bench.drafts
     most = c.method.most_drafts
     return [k for k in FIXED if k <= most] if _is_per_step(c) else [most]
+
+
+def context_tokens(c: RunConfig) -> int:
+    """The most tokens that a request of bench=context may emit until all have emitted
+    bench.output_tokens on average."""
+    return c.bench.output_tokens * (1 + c.method.most_drafts)
 
 
 def _is_context(c: RunConfig) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import bench_runs
 import pytest
 from bench_runs import in_process, offered_to_fakes, reported, run_bench, small
-from fake_engine import FakeEngine
+from fake_engine import Behaviour, FakeEngine
 
 import hydraspec
 from hydraspec.bench import context
@@ -56,7 +56,7 @@ def test_the_preset_has_room_for_its_longest_context() -> None:
         (["method=none"], ["method.name=none", "choose method=<choice>"]),
         (["parallelism=tp2"], ["parallelism.name=tp2", "leave parallelism out"]),
         (["bench.batches=[64]"], ["add engine.max_num_seqs=64"]),
-        (["target.max_model_len=20"], ["bench.contexts + bench.output_tokens = 24"]),
+        (["target.max_model_len=20"], ["bench.output_tokens x (K + 1) = 48"]),
     ],
     ids=str,
 )
@@ -76,12 +76,14 @@ def test_choices_take_turns_on_the_same_filled_requests(
     offered = offered_to_fakes(monkeypatch)
     part = bench_measure.measure(planned("bench.batches=[2]", "bench.contexts=[16]"))
     _, *passes = offered[: 1 + 2 * (1 + 2)]
-    assert [requests[0].sampling.max_tokens for requests in passes] == [4, 4, 8, 8, 8, 8]
-    assert all(requests == passes[2] for requests in passes[2:])
+    assert {requests[0].sampling.max_tokens for requests in passes} == {8 * (3 + 1)}
+    assert all(requests == passes[0] for requests in passes)
     assert {(len(r.prompt_token_ids or ()), r.num_filled) for r in passes[2]} == {(16, 15)}
     (row,) = part["rows"]
     assert (row["status"], row["num_rounds"], row["choice"]) == ("ok", 2, "K=3")
-    assert set(row["tpot_ms"]) == {"none", "K=3"}
+    # A step of 2 ms, or of 1 ms without drafts; 3, 0, 2, 1 accepted in turn are 16 tokens in 6.
+    assert row["tokens_per_step"] == {"none": 1.0, "K=3": pytest.approx(16 / 6)}
+    assert row["tpot_ms"] == {"none": 1.0, "K=3": pytest.approx(2 * 6 / 16)}
     assert row["ratio_to_none"] == row["tpot_ms"]["K=3"] / row["tpot_ms"]["none"]
     best = min(row["tpot_ms"], key=lambda name: row["tpot_ms"][name])
     assert row["best_fixed"] == best
@@ -91,7 +93,7 @@ def test_choices_take_turns_on_the_same_filled_requests(
 def test_cells_that_do_not_fit_are_left_out_and_say_so(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(FakeEngine, "most_at_once", lambda self, n: 1 if n > 20 else 9)
+    monkeypatch.setattr(FakeEngine, "most_at_once", lambda self, n: 1 if n > 45 else 9)
     in_process(monkeypatch, {})
     result = run_bench(tmp_path, bench_name="context")
     rows = {(row["batch"], row["context"]): row for row in result["parts"][0]["rows"]}
@@ -105,6 +107,13 @@ def test_cells_that_do_not_fit_are_left_out_and_say_so(
     assert "Speed of K=3 over none" in page
     assert "does not fit" in page
     assert "Speed of auto over the best" not in page
+
+
+def test_a_request_that_ends_early_is_no_figure(build: list[FakeEngine]) -> None:
+    choice = context.Choice("none", FakeEngine(Behaviour(error_indices={1})), None)
+    requests = context.requests_of(planned(), choice.engine, 2, 8, 16)
+    with pytest.raises(RuntimeError, match="request 1 ended: prompt is too long"):
+        choice.run(requests, 8)
 
 
 def test_a_cell_out_of_time_has_one_round_at_least(
@@ -133,9 +142,9 @@ def test_auto_and_fixed_drafts_of_a_shipped_pair(
     seen: dict[str, set[int | None]] = {}
     whole = context.Choice.run
 
-    def noted(self, requests, *, counts=True):  # type: ignore[no-untyped-def]
+    def noted(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         seen.setdefault(self.name, set()).add(self.num_drafts)
-        whole(self, requests, counts=counts)
+        whole(self, *args, **kwargs)
 
     monkeypatch.setattr(context.Choice, "run", noted)
     pair = ["target=tiny_qwen3", "method=eagle3", *HERE]
