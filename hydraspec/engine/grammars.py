@@ -23,6 +23,7 @@ from hydraspec.models.tokenizer import Tokenizer
 from hydraspec.sampling.rules import num_words
 from hydraspec.types import ConfigurationError, Request, SamplingParams, Structured, WorkloadError
 
+MAX_TEXT = 64  # characters of a text that has to come next, of which one token is taken
 MAX_TEXTS = 1 << 12  # that grammars leave no choice about, whose tokens are kept
 MAX_WHITESPACE = 1  # character between two parts of a JSON text; models would fill more room
 NOT_INSTALLED = (
@@ -254,7 +255,7 @@ class RequestGrammar:
             word = int(words[place]) & 0xFFFFFFFF
             if word.bit_count() == 1:
                 return 32 * place + word.bit_length() - 1
-        text = self._matcher.find_jump_forward_string()
+        text = self._matcher.find_jump_forward_string()[:MAX_TEXT]
         tokens = self._tokens_of(text) if text else []
         return tokens[0] if len(tokens) > 1 else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydraspec.engine.grammars import GrammarCosts, RequestGrammar
+from hydraspec.engine.grammars import MAX_TEXT, GrammarCosts, RequestGrammar
 
 START, BODY, ALL = 1 << 7, (1 << 8) | 2, -1
 
@@ -88,6 +88,19 @@ def test_a_text_that_has_to_come_next_replaces_drafts(
     grammar = RequestGrammar(Recorder("88"), 20, GrammarCosts(), {"88": tokens}.__getitem__)
     found = grammar.follow([5, 1, 8])
     assert (found.drafts, found.decided) == (drafts, decided)
+
+
+def test_of_a_long_text_only_the_beginning_is_cut_into_tokens() -> None:
+    """Else a constant of n characters would cost n^2 on its way."""
+    seen: list[str] = []
+
+    def tokens_of(text: str) -> list[int]:
+        seen.append(text)
+        return [8, 8]
+
+    grammar = RequestGrammar(Recorder("8" * 100_000), 20, GrammarCosts(), tokens_of)
+    assert grammar.follow([-1, -1, -1]).drafts == [7, 8, 8]
+    assert seen == ["8" * MAX_TEXT] * 2
 
 
 def test_reasoning_sections_are_free_text() -> None:
