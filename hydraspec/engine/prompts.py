@@ -45,10 +45,11 @@ def tokenize(
         _refuse_spans(request, info)
         if request.pictures and form is None:
             raise WorkloadError(
-                f"request {request.id}: its messages have pictures, and target={info.target} with "
-                f"engine={info.engine} reads none\n  allowed: messages of text alone\n  to do: "
+                f"request {request.id}: its messages have parts other than text, and "
+                f"target={info.target} with engine={info.engine} reads none\n"
+                "  allowed: messages of text alone\n  to do: "
                 "choose a target with an image encoder (with engine=vllm also "
-                "engine.vllm.images=true), or leave the pictures out",
+                "engine.vllm.images=true), or leave these parts out",
                 request_id=request.id,
             )
     if tokenizer is not None:

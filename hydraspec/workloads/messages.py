@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from hydraspec.types import Picture
+from hydraspec.types import IMAGE, Picture
 
+TEXT = "text"  # as IMAGE: a part's type, and its other key
 SPEAKERS = ("user", "assistant")  # these alternate
-PART_KEYS = {"text": {"type", "text"}, "image": {"type", "image"}}
+MAX_TYPE = 40  # characters of a part's type in a message
 MESSAGE = '{"role": "user", "content": "..."}, both strings (or a list of parts as content)'
 PARTS = '{"type": "text", "text": "..."} and {"type": "image", "image": "<path or data URL>"}'
 
@@ -19,7 +20,9 @@ Read: TypeAlias = Callable[[str], Picture]  # returns the picture of a path or d
 def parse_messages(
     value: object, refuse: Refuse, read: Read
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """The messages, and the pictures of their parts in order, which the parts then lack."""
+    """The messages, and the pictures of their parts in order, which the parts then lack. A part
+    that is neither text nor a picture that can be read is a picture with an error, its request's.
+    """
     if not isinstance(value, list) or not value:
         refuse("messages", value, f"a non-empty list of {MESSAGE}")
     messages: list[dict[str, Any]] = []
@@ -44,21 +47,32 @@ def _parts(
     pictures: list[Picture] = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        known = PART_KEYS.get(kind) if isinstance(kind, str) else None
-        if not isinstance(part, dict) or known is None:
-            refuse(f"{key}[{i}]", part, f"{PARTS}; audio, video and other parts are not read")
-        if set(part) != known or not isinstance(part[kind], str):
-            refuse(f"{key}[{i}]", part, f"{PARTS}, each with these keys and strings alone")
-        if kind == "text":
-            if not part["text"].strip():
-                refuse(f"{key}[{i}].text", part["text"], "a string with something in it")
-            found.append(part)
+        if not isinstance(part, dict) or not isinstance(kind, str):
+            refuse(f"{key}[{i}]", part, PARTS)
+        if kind != TEXT:
+            fault = _fault(kind, role, part)
+            name = f"{key}[{i}]"
+            pictures.append(Picture(name=name, error=fault) if fault else read(part[IMAGE]))
+            found.append({"type": IMAGE})
             continue
-        if role != "user":
-            refuse(f"{key}[{i}]", part, f"text, as the message's role is {role!r}, not 'user'")
-        found.append({"type": "image"})
-        pictures.append(read(part["image"]))
+        if set(part) != {"type", TEXT} or not isinstance(part[TEXT], str):
+            refuse(f"{key}[{i}]", part, f"{PARTS}, each with these keys and strings alone")
+        if not part[TEXT].strip():
+            refuse(f"{key}[{i}].text", part[TEXT], "a string with something in it")
+        found.append(part)
     return found, pictures
+
+
+def _fault(kind: str, role: str, part: Mapping[str, object]) -> str | None:
+    """The reason why a part that is no text cannot be read."""
+    if kind != IMAGE:
+        named = kind if len(kind) <= MAX_TYPE else kind[: MAX_TYPE - 3] + "..."
+        return f"a part of type {named!r} is not read; give {PARTS}"
+    if set(part) != {"type", IMAGE} or not isinstance(part[IMAGE], str):
+        return f"it has other keys, or no string; give {PARTS}, each with these keys alone"
+    if role != "user":
+        return f"the message's role is {role!r}; show pictures in messages of 'user' alone"
+    return None
 
 
 def check_order(roles: Sequence[str], fail: Callable[[str], NoReturn]) -> None:

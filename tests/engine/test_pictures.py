@@ -242,10 +242,11 @@ def test_a_target_without_an_encoder_refuses_pictures(tokenizer: Tokenizer) -> N
         tokenized(tokenizer, shown("a"), shown("a", SMALL, index=1), form=None)
     assert caught.value.request_id == "r1"
     assert str(caught.value) == (
-        "request r1: its messages have pictures, and target=tiny_fake with engine=fake reads none\n"
+        "request r1: its messages have parts other than text, and target=tiny_fake with "
+        "engine=fake reads none\n"
         "  allowed: messages of text alone\n"
         "  to do: choose a target with an image encoder (with engine=vllm also "
-        "engine.vllm.images=true), or leave the pictures out"
+        "engine.vllm.images=true), or leave these parts out"
     )
 
 

@@ -74,6 +74,7 @@ BAD = {  # image of a part → words of its request's error
     url(b"", "jpeg"): "is empty",
     url(encoded("PNG", SMALL)[:60]): "damaged or cut short",
 }
+IMAGE_PART = {"type": "image", "image": "good.png"}
 GOOD = ("good.png", "good.jpg", HOSTILE, url(FILES["good.png"]))
 
 
@@ -132,6 +133,20 @@ def test_25_bad_pictures_fail_their_requests_alone(tmp_path: Path, target: Path)
     assert tokens[12:16] == [60, 60, 2 * 30, 60]
     assert (tokens[-1], sum(tokens)) == (0, summary["num_image_tokens"])
     assert [row["spans"][0]["length"] for row in rows[12:16]] == tokens[12:16]
+
+
+def test_parts_that_are_not_read_fail_their_requests_alone(tmp_path: Path, target: Path) -> None:
+    fine = line("good.png")
+    lines = [json.loads(json.dumps(fine)) for _ in range(4)]
+    lines[1]["messages"][0]["content"][1] = {"type": "video", "video": "a.mp4"}
+    lines[2]["messages"].insert(0, {"role": "system", "content": [{**IMAGE_PART}]})
+    summary = run(tmp_path, target, lines)
+    assert (summary["status"], summary["num_errors"]) == ("ok", 2)
+    rows = read_rows(tmp_path)
+    assert [row["error"] is None for row in rows] == [True, False, False, True]
+    where = "picture 1 of its messages (messages[0].content[{}]): "
+    assert rows[1]["error"].startswith(where.format(1) + "a part of type 'video' is not read")
+    assert rows[2]["error"].startswith(where.format(0) + "the message's role is 'system'")
 
 
 def test_if_every_picture_is_bad_the_run_has_failed(tmp_path: Path, target: Path) -> None:

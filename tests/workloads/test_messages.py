@@ -63,14 +63,8 @@ BAD_PARTS: dict[str, tuple[Any, str]] = {
     "no parts": ([], "messages: {"),
     "no object": (["a"], 'messages[0].content[0]: "a" is not allowed; it must be {"type": "text"'),
     "no type": ([{"text": "a"}], "messages[0].content[0]: {"),
-    "audio": ([TEXT, {"type": "input_audio"}], "messages[0].content[1]: {"),
-    "video": ([{"type": "video", "video": "a"}], "audio, video and other parts are not read"),
-    "image_url": ([{"type": "image_url", "image_url": {"url": URL}}], "and other parts are not"),
-    "type no string": ([{"type": ["text"], "text": "a"}], "and other parts are not read"),
+    "type no string": ([{"type": ["text"], "text": "a"}], "messages[0].content[0]: {"),
     "text missing": ([{"type": "text"}], "each with these keys and strings alone"),
-    "image missing": ([{"type": "image"}], "each with these keys and strings alone"),
-    "image no string": ([{"type": "image", "image": 3}], "each with these keys and strings alone"),
-    "another key": ([{**IMAGE, "detail": "high"}], "each with these keys and strings alone"),
     "blank text": ([{"type": "text", "text": " "}], "content[0].text: "),
 }
 
@@ -84,11 +78,31 @@ def test_parts_that_are_none_refuse_the_line(name: str) -> None:
     assert message in str(caught.value)
 
 
+OTHER_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "audio": ({"type": "input_audio"}, "a part of type 'input_audio' is not read"),
+    "video": ({"type": "video", "video": "a"}, "a part of type 'video' is not read"),
+    "image_url": ({"type": "image_url", "image_url": {"url": URL}}, "of type 'image_url' is not"),
+    "a long type": ({"type": "x" * 50}, f"of type '{'x' * 37}...' is not read"),
+    "image missing": ({"type": "image"}, "it has other keys, or no string"),
+    "image no string": ({"type": "image", "image": 3}, "it has other keys, or no string"),
+    "another key": ({**IMAGE, "detail": "high"}, "it has other keys, or no string"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_parts_that_are_not_read_are_their_requests_error(name: str) -> None:
+    part, message = OTHER_PARTS[name]
+    (found,) = parse([TEXT, part]).pictures
+    assert (found.name, found.content) == ("messages[0].content[1]", b"")
+    assert message in (found.error or "")
+    assert "\n" not in (found.error or "")
+
+
 @pytest.mark.parametrize("role", ["system", "tool"])
 def test_only_users_show_pictures(role: str) -> None:
     assert parse([TEXT], role=role).messages
-    with pytest.raises(WorkloadError, match=rf"text, as the message's role is '{role}', not 'user"):
-        parse([TEXT, IMAGE], role=role)
+    (found,) = parse([TEXT, IMAGE], role=role).pictures
+    assert f"the message's role is '{role}'" in (found.error or "")
 
 
 # ------------------------------------------------------------------ files
