@@ -173,7 +173,9 @@ def decoding(drafts: list[int]) -> EngineSequence:
 
 
 def observe(drafts: StepDrafts, sequence: EngineSequence, rows: int, accepted: int) -> None:
-    drafts.observe(Scheduled(sequence, 1, rows, rows - 1, False, True), accepted)
+    item = Scheduled(sequence, 1, rows, rows - 1, False, True)
+    if item.num_proposed:
+        drafts.observe(item, accepted)
 
 
 def test_a_request_whose_drafts_are_rejected_gets_one_row_and_then_another_try() -> None:

@@ -81,7 +81,7 @@ class Collector:
             emitted = tokens[place][: num_sampled[place]]
             valid = emitted[:-1] if not_finite[place] else emitted
             requests.append(self._apply(item, drafts[place], emitted, valid, now))
-            if self._scheduler.step_drafts is not None:
+            if item.num_proposed and self._scheduler.step_drafts is not None:
                 self._scheduler.step_drafts.observe(item, requests[-1].num_accepted)
             note_logprobs(item, result, place, requests[-1].output_token_ids)
             sequence.survivals = survivals[place]

@@ -15,7 +15,7 @@ PRIOR = 0.5  # share of drafts accepted in a run, before any was verified
 WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run, once many count
 MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
 NUM_PRIOR = 4
-KEPT = 0.99  # part of these that still counts after a step without drafts
+KEPT = 0.99  # part of these that still counts after another step
 RETURN = 0.001  # of the way back to PRIOR, in a step without drafts of any request
 MOST_UNREAD = 64  # finished outputs
 READS = 64  # of texts in vain, after which a step more passes before texts are read again,
@@ -76,11 +76,15 @@ class StepDrafts:
             return self._propose(sequences)
 
     def _propose(self, sequences: Iterable[Sequence]) -> int:
+        if self._wait:
+            self._wait -= 1
+            return self._without_drafts()
         decoding = [sequence for sequence in sequences if sequence.decodes_next]
+        for sequence in decoding:
+            sequence.num_judged *= KEPT
         shares = [self._share(sequence) for sequence in decoding]
         least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
-        if self._wait or sum(shares) < least:  # no text is read until drafts are tried again
-            self._wait = max(0, self._wait - 1)
+        if sum(shares) < least:  # no text is read until drafts are tried again
             return self._without_drafts()
         self._read()
         expected = [0.0] * self._most
@@ -117,13 +121,8 @@ class StepDrafts:
         return max(0, min(num_drafts, self._most))
 
     def observe(self, item: Scheduled, num_accepted: int) -> None:
-        """Note how many drafts of a request's share of a step were accepted."""
-        if item.is_prefill:
-            return
+        """Note how many drafts of a request's share of a step, which has some, were accepted."""
         sequence = item.sequence
-        if not item.num_proposed:
-            sequence.num_judged *= KEPT
-            return
         share = min(1.0, num_accepted / item.num_proposed)
         sequence.num_judged = min(MOST_STEPS, sequence.num_judged + 1)
         sequence.acceptance += (share - sequence.acceptance) / max(1.0, sequence.num_judged)
@@ -132,7 +131,7 @@ class StepDrafts:
         self._acceptance += weight * (share - self._acceptance)
 
     def _share(self, sequence: Sequence) -> float:
-        """Share of drafts that a request is expected to accept."""
+        """Share of drafts that a request is expected to accept in the next step."""
         of_run, of_request = self._acceptance * NUM_PRIOR, sequence.acceptance * sequence.num_judged
         return (of_run + of_request) / (NUM_PRIOR + sequence.num_judged)
 
