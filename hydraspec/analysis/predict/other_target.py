@@ -53,9 +53,13 @@ class TargetCosts:
         """The table of a method's steps; None: they were not measured."""
         return self.tables.get(method) or self.tables.get(MEASURED_AS.get(method, ""))
 
-    def plain_ms(self, batch: float) -> float:
-        """Milliseconds of a step without drafts: of tables with K=0 the least, since a drafter with
-        its own cache does some work in such steps too."""
+    def plain_ms(self, own: CostTable, batch: float) -> float:
+        """Milliseconds of a step without drafts, beside a drafter's `own` steps: a drafter with its
+        own cache does some work with K=0 too. Its time is left out where it was measured, as on a
+        CPU, whose speed changes from run to run; else the least of all tables counts."""
+        without_drafting = own.at(batch, 0).verify_ms
+        if without_drafting is not None:
+            return without_drafting
         return min(table.at(batch, 0).step_ms for table in self.tables.values())
 
 
@@ -124,7 +128,7 @@ def predicted(job: Job, costs: TargetCosts) -> dict[str, PairedRatio] | None:
         return None
     batch = summary["concurrency"] or summary["num_requests"]
     step_ms = [table.at(batch, k).step_ms for k in range(most + 1)]
-    varies, plain_ms = summary["method"] in VARY, costs.plain_ms(batch)
+    varies, plain_ms = summary["method"] in VARY, costs.plain_ms(table, batch)
     times: dict[str, list[tuple[float, float]]] = {}
     for run in job.runs:
         for row in run.rows:

@@ -59,6 +59,14 @@ def test_speedups_are_tokens_per_step_over_the_ratio_of_costs(studied: Path, cos
     assert found["gemma4_mtp"][ALL] > 1.2
 
 
+def test_where_drafting_is_timed_each_drafter_is_beside_its_own_steps(costs: Path) -> None:
+    """Catches a machine that was slower in one run than in the other, taken for a slow drafter."""
+    found = read(costs)
+    table = CostTable(batches=(1,), drafts=(0, 3), step_ms=((30.0, 48.0),), draft_ms=((2.0, 9.0),))
+    assert found.plain_ms(table, 1) == 28.0
+    assert found.plain_ms(found.tables["eagle3"], 1) == 10.0
+
+
 def test_suffix_decoding_takes_the_rows_of_its_drafts(studied: Path, costs: Path) -> None:
     """A request of 4 steps: one with 3 drafts, one with 1, two without."""
     (costs / "gemma4_mtp").rename(costs / "ngram")
