@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,11 @@ def read_recorded(method: MethodConfig) -> Recorded | None:
 
     A trace.jsonl beside requests.jsonl gives the accepted drafts of every step. After a step that
     accepted a drafts, a step that began one token later is taken to accept a - 1, and so on, so
-    that fewer drafts than were recorded follow the same process. Without it the steps that accepted
-    each number of drafts, which requests.jsonl counts, are spread evenly over the output.
+    that fewer drafts than were recorded follow the same process. Where all K were accepted nothing
+    rejected the next token: in a share of these steps, the request's conditional rate at the last
+    position, spread evenly, it counts as one that would have been, and the next step's after it.
+    Without a trace the steps that accepted each number of drafts, which requests.jsonl counts, are
+    spread evenly over the output.
 
     Raises:
         ConfigurationError: no such run, a damaged one, or one that does not have what is asked for.
@@ -144,27 +147,42 @@ def _traces(file: Path) -> dict[str, list[dict[str, Any]]] | None:
 
 
 def _counts(row: dict[str, Any], traces: dict[str, list[dict[str, Any]]] | None) -> np.ndarray:
-    """`Recorded.counts` of a line of requests.jsonl."""
-    if traces is None:
-        return _spread(row)
-    counts = np.zeros(max(1, len(row["output_token_ids"]) - 1), dtype=np.int8)
-    for step in traces[row["id"]]:
-        first = step["num_computed_tokens"] - len(row["prompt_token_ids"])
-        run = range(step["num_accepted"], -1, -1)[: len(counts) - first]
-        counts[first : first + len(run)] = run
-    return counts
+    """`Recorded.counts` of a line of requests.jsonl: places of `read_recorded`, at most K each."""
+    steps = _spread(row) if traces is None else _traced(row, traces[row["id"]])
+    last, *before = [row["num_drafts"], *row["accepted_per_position"]][::-1]
+    most, rate, credit = len(before), last / max(1, before[0]), 0.5
+    num_places = max(first + accepted + 1 for first, accepted in steps)
+    counts = np.zeros(num_places + 1, dtype=np.int8)
+    for first, accepted in reversed(steps):
+        further = 0
+        if accepted == most:
+            credit += rate
+            if credit >= 1:
+                credit -= 1
+                further = 1 + int(counts[first + accepted + 1])
+        run = np.arange(accepted, -1, -1) + further
+        counts[first : first + len(run)] = run.clip(max=most)
+    return counts[:-1]
 
 
-def _spread(row: dict[str, Any]) -> np.ndarray:
+Steps = list[tuple[int, int]]  # place where each begins, and the drafts it accepted
+
+
+def _traced(row: dict[str, Any], trace: Seq[dict[str, Any]]) -> Steps:
+    num_prompt = len(row["prompt_token_ids"])
+    return [(step["num_computed_tokens"] - num_prompt, step["num_accepted"]) for step in trace]
+
+
+def _spread(row: dict[str, Any]) -> Steps:
     """Steps that accepted each number of drafts, in an order in which every number is spread
     evenly: its steps stand at the middles of equal parts of the request."""
     survivors = [row["num_drafts"], *row["accepted_per_position"], 0]
-    steps = [before - after for before, after in pairwise(survivors)]  # by drafts accepted
-    places = [
+    counts = [before - after for before, after in pairwise(survivors)]  # by drafts accepted
+    middles = [
         ((step + 0.5) / count, accepted)
-        for accepted, count in enumerate(steps)
+        for accepted, count in enumerate(counts)
         for step in range(count)
     ]
-    return np.concatenate(
-        [np.arange(accepted, -1, -1, dtype=np.int8) for _, accepted in sorted(places)]
-    )
+    lengths = [accepted for _, accepted in sorted(middles)]
+    places = accumulate((accepted + 1 for accepted in lengths), initial=0)
+    return list(zip(places, lengths, strict=False))

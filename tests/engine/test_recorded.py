@@ -25,6 +25,13 @@ from hydraspec.types import Completion, Request, StepRecord
 
 K = 3
 LENGTHS = {"a": [3, 0, 1, 3, 2], "b": [0, 0, 2], "c": [1, 1, 1, 1]}  # accepted, step by step
+# By place: of the two steps of a that accepted all three drafts, of which two thirds go on, the
+# later one does, with the 2 of the next step after its bonus token.
+COUNTS = {
+    (3, 0, 1, 3, 2): [3, 2, 1, 0, 0, 1, 0, 3, 3, 3, 3, 2, 1, 0],
+    (0, 0, 2): [0, 0, 2, 1, 0],
+    (1, 1, 1, 1): [1, 0, 1, 0, 1, 0, 1, 0],
+}
 PROMPTS = {"a": 7, "b": 4, "c": 9}
 
 
@@ -95,8 +102,8 @@ def long_requests(count: int, **sampling: Any) -> list[Request]:
 
 
 def in_turn(lengths: list[int], k: int, num_steps: int) -> list[int]:
-    """What the definition says of so many steps: a token a, a step after it accepts a - 1."""
-    counts = [a for n in lengths for a in range(n, -1, -1)]
+    """What the definition says of so many steps."""
+    counts = COUNTS[tuple(lengths)]
     place, found = 0, []
     for _ in range(num_steps):
         found.append(min(k, counts[place % len(counts)]))
@@ -160,7 +167,7 @@ def test_a_category_alone_is_followed(tmp_path: Path) -> None:
     assert [each.tolist() for each in found.counts] == [[0, 0, 2, 1, 0]]
     everything = read_recorded(method(tmp_path))
     assert everything is not None
-    assert len(everything.counts) == 3
+    assert [each.tolist() for each in everything.counts] == list(COUNTS.values())
 
 
 def test_counts_without_a_trace_are_spread_with_the_same_sums(tmp_path: Path) -> None:
