@@ -23,12 +23,14 @@ O = TypeVar("O")  # noqa: E741  its outputs
 class Descriptor:
     """The padded shape of a batch, and `variant`, the host's facts that its code path depends on.
 
-    rows_per_request None: mixed, any split of the rows over the requests.
+    rows_per_request None: mixed, any split of the rows over the requests in which none has more
+    than `most_rows` (None: any number).
     """
 
     num_requests: int
     num_rows: int
     rows_per_request: int | None
+    most_rows: int | None = None
     variant: Hashable = ()
 
     def covers(self, other: Descriptor) -> bool:
@@ -38,6 +40,7 @@ class Descriptor:
             and self.num_requests >= other.num_requests
             and self.num_rows >= other.num_rows
             and self.rows_per_request in (None, other.rows_per_request)
+            and self.most_rows in (None, other.most_rows)
         )
 
 
@@ -165,6 +168,6 @@ def _size(descriptor: Descriptor) -> tuple[int, bool, int]:
 
 
 def _words(descriptor: Descriptor) -> str:
-    rows = descriptor.rows_per_request
-    split = "mixed" if rows is None else f"{rows} each"
+    rows, most = descriptor.rows_per_request, descriptor.most_rows
+    split = f"{rows} each" if rows is not None else f"up to {most} each" if most else "mixed"
     return f"{descriptor.num_requests} requests, {descriptor.num_rows} rows ({split})"

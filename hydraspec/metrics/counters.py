@@ -142,15 +142,16 @@ class RunningTotals:
 
 
 class DraftLengthCounts(Counter[int]):
-    """Numbers of decode steps by drafts per request; empty where K is fixed."""
+    """Numbers of requests' decode steps by the drafts that these have rows for; empty where K is
+    fixed."""
 
     def add(self, record: StepRecord) -> None:
-        """Count a step, if any of its requests decodes."""
-        if record.draft_length is not None and not all(r.is_prefill for r in record.requests):
-            self[record.draft_length] += 1
+        """Count the requests of a step that decode."""
+        if record.draft_length is not None:
+            self.update(part.num_rows - 1 for part in record.requests if not part.is_prefill)
 
     def used(self, most: int) -> DraftLengths | None:
-        """Numbers of steps with 0, 1, … drafts per request, at least up to `most`, and the mean;
+        """Numbers of requests' steps with 0, 1, … drafts, at least up to `most`, and the mean;
         None where K is fixed. Steps of requests that did not complete count too.
         """
         if not self:

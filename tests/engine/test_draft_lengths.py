@@ -1,14 +1,16 @@
-"""The choice of a step's drafts against simulated requests, in tokens per millisecond of the costs
-that it is given."""
+"""The choice of the drafts of each request against simulated requests, in tokens per millisecond of
+the costs that it is given."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 from records import part
 from tiny_targets import run_config
@@ -17,15 +19,17 @@ from hydraspec.config.schema import PerStep
 from hydraspec.engine.costs import CostTable
 from hydraspec.engine.run.step_costs import rising
 from hydraspec.engine.schedule.draft_lengths import (
+    ChosenDrafts,
     DraftLengths,
     build_draft_lengths,
     offered_lengths,
 )
+from hydraspec.engine.slots import RAGGED_SHARE
 from hydraspec.types import ConfigurationError, RequestStep
 
 MOST = 6
 LINEAR = [1 + 0.3 * k for k in range(MOST + 1)]
-Rates = Callable[[int], Sequence[float]]  # by step
+Rates = Callable[[int, int], Sequence[float]]  # by step and request
 
 
 def table(step_ms: Sequence[float]) -> CostTable:
@@ -34,41 +38,62 @@ def table(step_ms: Sequence[float]) -> CostTable:
 
 class Traffic:
     """Requests whose draft i is accepted at a rate, once those before it were. A step verifies what
-    the one before proposed, and no more than its own length."""
+    the one before proposed, and no more than it has rows for."""
 
-    def __init__(self, rates: Rates, num_requests: int) -> None:
-        self.rates, self.num_requests, self.draw = rates, num_requests, random.Random(1)
+    def __init__(self, rates: Rates) -> None:
+        self.rates, self.draw = rates, random.Random(1)
         self.num_steps = self.proposed = 0
 
-    def step(self, length: int) -> list[RequestStep]:
-        rates, steps = self.rates(self.num_steps), []
-        for index in range(self.num_requests):
-            offered, accepted = min(length, self.proposed), 0
+    def step(self, chosen: ChosenDrafts) -> list[RequestStep]:
+        steps = []
+        for index, count in enumerate(chosen.counts):
+            rates = self.rates(self.num_steps, index)
+            offered, accepted = min(count, self.proposed), 0
             while accepted < offered and self.draw.random() < rates[accepted]:
                 accepted += 1
             steps.append(part(index, offered, accepted))
-        self.num_steps, self.proposed = self.num_steps + 1, length
+        self.num_steps, self.proposed = self.num_steps + 1, chosen.draft_length
         return steps
 
 
 def decode(
     lengths: DraftLengths, rates: Rates, num_steps: int, num_requests: int, fixed: int | None = None
 ) -> tuple[float, list[int]]:
-    """Tokens per millisecond, and the lengths."""
-    assert lengths.costs is not None
-    lengths.start_over()
-    traffic, chosen, tokens, ms = Traffic(rates, num_requests), [], 0, 0.0
-    for _ in range(num_steps):
-        chosen.append(lengths.choose(num_requests) if fixed is None else fixed)
-        steps = traffic.step(chosen[-1])
-        lengths.observe(steps)
+    """Tokens per millisecond, and the longest length of each step."""
+    tokens, ms, chosen = 0, 0.0, []
+    for drafts, steps, step_ms in decoded(lengths, rates, num_steps, num_requests, fixed):
         tokens += sum(len(step.output_token_ids) for step in steps)
-        ms += lengths.costs.at(num_requests, chosen[-1]).step_ms
+        ms += step_ms
+        chosen.append(drafts.draft_length)
     return tokens / ms, chosen
 
 
+def decoded(
+    lengths: DraftLengths, rates: Rates, num_steps: int, num_requests: int, fixed: int | None = None
+) -> Iterator[tuple[ChosenDrafts, list[RequestStep], float]]:
+    """What each step was to verify, what came of it, and the milliseconds that it takes."""
+    assert lengths.costs is not None
+    lengths.start_over()
+    traffic, slots = Traffic(rates), range(num_requests)
+    for _ in range(num_steps):
+        chosen = lengths.choose(slots, num_requests)
+        if fixed is not None:
+            chosen = ChosenDrafts([fixed] * num_requests, fixed)
+        steps = traffic.step(chosen)
+        lengths.observe(slots, steps)
+        is_ragged = len(set(chosen.counts)) > 1
+        cost = lengths.costs.at(num_requests, fmean(chosen.counts))
+        drafting = lengths.costs.at(num_requests, chosen.draft_length).draft_ms or 0.0
+        verify_ms = cost.step_ms - (cost.draft_ms or 0.0)
+        yield chosen, steps, verify_ms * (1 + RAGGED_SHARE * is_ragged) + drafting
+
+
 def always(*rates: float) -> Rates:
-    return lambda step: rates
+    return lambda step, request: rates
+
+
+def chooser(costs: CostTable) -> DraftLengths:
+    return DraftLengths(range(MOST + 1), costs, num_slots=16)
 
 
 @pytest.mark.slow
@@ -88,13 +113,13 @@ def test_as_good_as_the_best_fixed_length(
     rates: Rates, step_ms: Sequence[float], num_requests: int
 ) -> None:
     """600 steps, the start and all trials included; plain decoding is among the lengths."""
-    lengths = DraftLengths(range(MOST + 1), table(step_ms))
+    lengths = chooser(table(step_ms))
     best = max(decode(lengths, rates, 600, num_requests, fixed)[0] for fixed in range(MOST + 1))
     assert decode(lengths, rates, 600, num_requests)[0] > 0.95 * best
 
 
 def test_a_good_and_a_bad_drafter() -> None:
-    lengths = DraftLengths(range(MOST + 1), table(LINEAR))
+    lengths = chooser(table(LINEAR))
     _, chosen = decode(lengths, always(0.9, 0.9, 0.9, 0.05, 0.05, 0.05), 120, 2)
     assert chosen[40:].count(3) > 60
     _, chosen = decode(lengths, always(*[0.02] * MOST), 120, 2)
@@ -104,15 +129,17 @@ def test_a_good_and_a_bad_drafter() -> None:
 def test_a_run_begins_with_the_rates_of_the_measured_steps() -> None:
     """A good drafter's and a bad one's; without any, with high ones."""
     for rate, wanted in ((0.95, MOST), (0.02, 0)):
-        lengths = DraftLengths(range(MOST + 1), replace(table(LINEAR), rates=(rate,) * MOST))
-        assert lengths.choose(4) == wanted
-    assert DraftLengths(range(MOST + 1), table(LINEAR)).choose(4) > 1
+        lengths = chooser(replace(table(LINEAR), rates=(rate,) * MOST))
+        chosen = lengths.choose(range(4), 4)
+        assert (chosen.counts, chosen.draft_length) == ([wanted] * 4, wanted)
+    assert min(chooser(table(LINEAR)).choose(range(4), 4).counts) > 1
 
 
 def test_one_step_does_not_decide() -> None:
     """Four requests whose first drafts are all rejected: no rest at 0 until a trial."""
-    lengths = DraftLengths(range(MOST + 1), replace(table(LINEAR), rates=(0.85,) * MOST))
-    _, chosen = decode(lengths, lambda step: [0.0 if step < 2 else 0.85] * MOST, 60, 4)
+    lengths = chooser(replace(table(LINEAR), rates=(0.85,) * MOST))
+    rates: Rates = lambda step, request: [0.0 if step < 2 else 0.85] * MOST  # noqa: E731
+    _, chosen = decode(lengths, rates, 60, 4)
     assert chosen[10:].count(0) == 0
 
 
@@ -120,42 +147,46 @@ def test_a_step_with_fewer_requests_keeps_the_length() -> None:
     """One ends and the next joins a step later: a rise for that step alone would never pay."""
     rows = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6), (1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8)
     costs = CostTable(batches=(3, 4), drafts=tuple(range(MOST + 1)), step_ms=rows, rates=(0.7,) * 6)
-    lengths = DraftLengths(range(MOST + 1), costs)
-    usual = [lengths.choose(4) for _ in range(20)][-1]
+    lengths = chooser(costs)
+
+    def choose(num_requests: int) -> int:
+        return lengths.choose(range(num_requests), num_requests).draft_length
+
+    usual = [choose(4) for _ in range(20)][-1]
     assert 0 < usual < MOST
-    assert [lengths.choose(n) for n in (3, 4, 4, 4, 3, 4, 4)] == [usual] * 7
-    assert [lengths.choose(3) for _ in range(20)][-1] > usual
+    assert [choose(n) for n in (3, 4, 4, 4, 3, 4, 4)] == [usual] * 7
+    assert [choose(3) for _ in range(20)][-1] > usual
 
 
 def test_no_drafts_do_not_stay_for_ever() -> None:
     """Also where drafts cost so much that only the highest rates are worth it: what nobody
     verifies cannot be known."""
     costly = [1.0, 1.85, 2.7, 3.5, 4.3, 5.1, 5.9]
-    lengths = DraftLengths(range(MOST + 1), table(costly))
-    rates = [0.1] * MOST
-    _, chosen = decode(lengths, lambda step: rates if step < 500 else [1.0] * MOST, 2500, 1)
+    lengths = chooser(table(costly))
+    rates: Rates = lambda step, request: [0.1 if step < 500 else 1.0] * MOST  # noqa: E731
+    _, chosen = decode(lengths, rates, 2500, 1)
     assert chosen[400:500].count(0) >= 95
     assert chosen[-200:].count(0) < 20
 
 
 def test_trials_take_a_small_share_of_the_time() -> None:
-    lengths = DraftLengths(range(MOST + 1), table([1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]))
+    lengths = chooser(table([1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]))
     _, chosen = decode(lengths, always(*[0.5] * MOST), 2000, 4)
     assert 0 < sum(length > 0 for length in chosen[50:]) < 0.01 * len(chosen)
 
 
 def test_equal_results_give_equal_lengths() -> None:
-    lengths = DraftLengths(range(MOST + 1), table(LINEAR))
+    lengths = chooser(table(LINEAR))
     rates = always(0.8, 0.6, 0.5, 0.5, 0.4, 0.4)
     first = decode(lengths, rates, 300, 4)
     assert len(set(first[1])) > 1
-    assert decode(DraftLengths(range(MOST + 1), table(LINEAR)), rates, 300, 4) == first
+    assert decode(chooser(table(LINEAR)), rates, 300, 4) == first
     assert decode(lengths, rates, 300, 4) == first, "a run knows of the one before it"
 
 
 def test_without_costs_every_step_has_the_most() -> None:
     lengths = DraftLengths(range(MOST + 1))
-    assert [lengths.choose(4) for _ in range(3)] == [MOST] * 3
+    assert lengths.choose(range(4), 4) == ChosenDrafts([MOST] * 4, MOST)
 
 
 def test_many_lengths_have_gaps() -> None:
@@ -177,9 +208,9 @@ def test_a_table_of_fewer_drafts_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(table(LINEAR).as_json()))
     config.method.costs = str(path)
     with pytest.raises(ConfigurationError, match=r"method\.costs=.* has steps of 0 to 6 drafts"):
-        build_draft_lengths(config, 1)
+        build_draft_lengths(config, 4, 1)
     config.method.max_speculative_tokens = 5
-    lengths = build_draft_lengths(config, 1)
+    lengths = build_draft_lengths(config, 4, 1)
     assert lengths is not None
     assert lengths.costs == table(LINEAR)
 
@@ -188,3 +219,76 @@ def test_measured_costs_never_fall() -> None:
     assert rising([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
     assert rising([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
     assert rising([1.0, 2.0]) == [1.0, 2.0]
+
+
+# ------------------------------------------------------------------ each request its own number
+
+
+ROWS_ARE_DEAR = CostTable(  # a draft of 16 requests costs most of what reading the weights does
+    batches=(16,),
+    drafts=tuple(range(MOST + 1)),
+    step_ms=(tuple(2.0 + 0.85 * k for k in range(MOST + 1)),),
+    draft_ms=(tuple(0.05 * k for k in range(MOST + 1)),),
+)
+
+
+def half(step: int, request: int) -> Sequence[float]:
+    return [0.9 if request % 2 else 0.0] * MOST
+
+
+def test_half_of_the_requests_have_drafts_where_the_others_accept_none() -> None:
+    """At least 1.10 of the best fixed number's speed, from the first step on; what no request wants
+    is not verified, but tried again."""
+    lengths = chooser(ROWS_ARE_DEAR)
+    best = max(decode(lengths, half, 400, 16, fixed)[0] for fixed in range(MOST + 1))
+    assert decode(lengths, half, 400, 16)[0] > 1.10 * best
+    counts = np.array([drafts.counts for drafts, _, _ in decoded(lengths, half, 400, 16)])
+    good, bad = counts[50:, 1::2], counts[50:, ::2]
+    assert (good > 1).mean() > 0.9
+    assert 0 < (bad > 0).mean() < 0.03
+
+
+def test_a_request_that_accepts_nothing_costs_little() -> None:
+    """Over 2000 steps: it is tried now and then."""
+    rates: Rates = lambda step, request: [0.9 if request % 4 else 0.0] * MOST  # noqa: E731
+    of_it = [d.counts[0] for d, _, _ in decoded(chooser(ROWS_ARE_DEAR), rates, 2000, 16)]
+    assert 5 < sum(count > 0 for count in of_it[100:]) < 40
+
+
+def test_a_request_that_turns_good_is_found() -> None:
+    def rates(step: int, request: int) -> Sequence[float]:
+        return [0.9 if request % 4 or (request == 0 and step > 300) else 0.0] * MOST
+
+    of_it = [d.counts[0] for d, _, _ in decoded(chooser(ROWS_ARE_DEAR), rates, 900, 16)]
+    assert sum(count > 0 for count in of_it[100:300]) < 20
+    assert sum(count > 1 for count in of_it[-100:]) > 90
+
+
+def test_a_slot_of_another_request_begins_anew() -> None:
+    lengths = chooser(ROWS_ARE_DEAR)
+    assert list(decoded(lengths, half, 60, 16))[-1][0].counts[0] == 0
+    lengths.begin(0)
+    assert lengths.choose(range(16), 16).counts[0] > 0
+
+
+def test_results_of_a_request_without_its_slot_change_no_other() -> None:
+    lengths, others = chooser(ROWS_ARE_DEAR), chooser(ROWS_ARE_DEAR)
+    slots, steps = list(range(16)), [part(i, 3, 3 * (i % 2)) for i in range(16)]
+    for each in (lengths, others):
+        each.choose(slots, 16)
+    lengths.observe(slots, steps)
+    others.observe([-1, *slots[1:]], steps)
+    first, second = (each.choose(slots, 16).counts for each in (lengths, others))
+    assert first[1:] == second[1:]
+
+
+def test_estimates_choose_what_is_verified() -> None:
+    """By the drafter's estimates where these are known: the drafts that are worth their rows, and
+    the most are proposed next, since their estimates are not known yet."""
+    lengths = chooser(ROWS_ARE_DEAR)
+    list(decoded(lengths, always(*[0.7] * MOST), 50, 16))
+    sure, unsure = [0.95**i for i in range(1, MOST + 1)], [0.05] * MOST
+    chosen = lengths.choose(range(16), 16, [sure, unsure] * 8)
+    assert chosen == ChosenDrafts([MOST, 0] * 8, MOST)
+    assert lengths.choose(range(16), 16, [unsure] * 4).counts == [0] * 16, "the others read prompts"
+    assert lengths.choose(range(16), 16, [None] * 16).counts != [MOST, 0] * 8

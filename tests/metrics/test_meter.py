@@ -185,7 +185,7 @@ def test_unfinished_requests_are_left_out_but_totals_are_live() -> None:
 
 
 def test_sums_and_peaks_over_steps_are_the_same_after_a_file() -> None:
-    """Catches drafts per step whose numbers have become texts."""
+    """Catches numbers of drafts that have become texts."""
     sums, phases = StepSums(), {"forward": 1.5, "propose": None}
     first = replace(step(part(0, 2, 1), ms=4.0, phase_ms=phases), draft_length=2)
     assert sums.add(replace(first, num_replicas=2, kv_usage=0.5, num_preempted=1)) == 2.0
@@ -196,7 +196,7 @@ def test_sums_and_peaks_over_steps_are_the_same_after_a_file() -> None:
         breakdown = found.time_breakdown_ms()
         assert list(breakdown) == ["schedule", "prepare", "forward", "verify", "propose"]
         assert (breakdown["forward"], breakdown["propose"]) == (1.5, None)
-        assert found.draft_lengths.used(3) == {"mean": 1.0, "histogram": [1, 0, 1, 0]}
+        assert found.draft_lengths.used(3) == {"mean": 2.0, "histogram": [0, 0, 2, 0]}
         found.add(first)
         assert found.num_steps == 3
 

@@ -154,11 +154,12 @@ def assert_same(run: Run, wanted: Run) -> None:
     assert run.drafts == {index: wanted.drafts[index] for index in run.outputs}
 
 
-def lengths_at_random(most: int) -> Iterator[int]:
-    """Numbers of drafts: long rests at 0, jumps and steady runs."""
+def lengths_at_random(most: int) -> Iterator[int | tuple[int, ...]]:
+    """Numbers of drafts, of all requests or by slot: long rests at 0, jumps and steady runs."""
     draw = random.Random(0)
+    lengths = [0, 0, 1, 2, 3, most, (0, most), (most, 1, 0, 2)]
     while True:
-        yield from [draw.choice([0, 0, 1, 2, 3, most])] * draw.choice([1, 1, 2, 5])
+        yield from [draw.choice(lengths)] * draw.choice([1, 1, 2, 5])
 
 
 @contextmanager

@@ -69,15 +69,19 @@ class Collector:
         now = time.perf_counter()
         tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
         num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
-        estimates = result.next_survivals
-        survivals = [None] * len(drafts) if estimates is None else estimates.tolist()
-        requests: list[RequestStep] = []
+        estimates, length = result.next_survivals, flight.draft_length
+        if estimates is None or length == 0:
+            survivals = [None] * len(drafts)
+        else:
+            survivals = estimates[:, :length].tolist()
+        requests, slots = list[RequestStep](), list[int]()
         completions = self.failed()
         error: NotFiniteError | None = None
         for place, item in enumerate(flight.scheduled):
             sequence = item.sequence
             if sequence.finish_reason is not None:
                 continue
+            slots.append(sequence.slot)
             emitted = tokens[place][: num_sampled[place]]
             valid = emitted[:-1] if not_finite[place] else emitted
             requests.append(self._apply(item, drafts[place], emitted, valid, now))
@@ -98,7 +102,7 @@ class Collector:
                 self._note_output(sequence)
                 completions.append(self._finish.completion(sequence))
         if self._scheduler.draft_lengths is not None:
-            self._scheduler.draft_lengths.observe(requests)
+            self._scheduler.draft_lengths.observe(slots, requests)
         record = StepRecord(
             step=self.num_steps,
             phase_ms=clock.phase_ms(),

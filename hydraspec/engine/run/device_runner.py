@@ -248,8 +248,9 @@ class DeviceRunner(Runner):
         b, t, longest = descriptor.num_requests, descriptor.num_rows, self.limits.max_seq_len
         if descriptor.rows_per_request is not None:
             return (RowSegment(0, 0, b, descriptor.rows_per_request, longest),)
-        whole = RowSegment(0, 0, 1, t, longest)  # one request may have all the rows
-        return (whole, RowSegment(t, 1, b - 1, 0, longest)) if b > 1 else (whole,)
+        most = min(t, descriptor.most_rows or t)  # one request may have so many of the rows
+        whole = RowSegment(0, 0, 1, most, longest)
+        return (whole, RowSegment(most, 1, b - 1, 0, longest)) if b > 1 else (whole,)
 
     def captured_step(self, inputs: PlanTensors) -> StepOutputs:
         step = self.run(inputs, proposes=False)

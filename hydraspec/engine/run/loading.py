@@ -228,7 +228,7 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         num_micro_batches=num_stages,
         runs_ahead=_runs_ahead(config, models.target),
         prompt_rows=prompt_rows,
-        draft_lengths=build_draft_lengths(config, num_stages),
+        draft_lengths=build_draft_lengths(config, config.engine.max_num_seqs, num_stages),
         step_drafts=build_step_drafts(speculator),
     )
 

@@ -72,6 +72,7 @@ def build_runner(
             if speculator.drafts_on_host
             else offered_lengths(config.method)
         ),
+        is_by_request=bool(offered_lengths(config.method)),
         activation_bytes=activation_bytes,
         vocab_size=target.vocab_size,
     )

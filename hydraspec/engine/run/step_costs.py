@@ -10,7 +10,8 @@ from statistics import mean
 
 from hydraspec.engine.base import Engine
 from hydraspec.engine.costs import CostTable, StepTimes, over_contexts
-from hydraspec.engine.schedule.draft_lengths import AcceptanceCounts, DraftLengths
+from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
+from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.types import Request, StepRecord
 
 NUM_STEPS = 12  # least number of steps of each batch and length
@@ -95,7 +96,9 @@ class Plane:
             for event in self.engine.run(_copies(requests, batch), concurrency=None):
                 if isinstance(event, StepRecord):
                     self.times.add(event)
-                    self.counts.add(event.requests)
+                    offered = [len(part.draft_token_ids) for part in event.requests]
+                    found = outcomes(event.requests, self.lengths.offered[-1])
+                    self.counts.add(found, max(offered))
                     self.contexts += [
                         part.num_computed_tokens for part in event.requests if not part.is_prefill
                     ]

@@ -15,7 +15,7 @@ import torch
 from hydraspec.engine.machine import GIB
 from hydraspec.engine.run.inputs import PlanTensors
 from hydraspec.engine.run.results import StepOutputs
-from hydraspec.engine.schedule.plans import is_uniform
+from hydraspec.engine.schedule.plans import is_decode, is_uniform
 from hydraspec.graphs import (
     PROMPT_ROWS,
     Captured,
@@ -60,6 +60,7 @@ class RunnerLimits:
     launch_bound_rows: int = 0  # up to so many rows a step's launch takes longer than its work
     # Drafts per request that a step may have, where that is chosen; else it is K.
     draft_lengths: tuple[int, ...] = ()
+    is_by_request: bool = False  # requests of a step may have different ones of these
     activation_bytes: int = 0  # of a step of max_num_batched_tokens rows; 0: not measured
     vocab_size: int = 0
 
@@ -95,6 +96,7 @@ def descriptors(modes: GraphModes, limits: RunnerLimits) -> list[Descriptor]:
             for size in of_length
             if size * each <= most_rows
         ]
+        found += _ragged(limits)
     if modes.mixed != NONE:
         found += [
             Descriptor(
@@ -118,6 +120,28 @@ def _decodes(limits: RunnerLimits) -> list[tuple[int, Sequence[int]]]:
     few = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
     shorter = [length + 1 for length in limits.draft_lengths if length + 1 < rows]
     return [*((each, few) for each in shorter), (rows, sizes)]
+
+
+def _ragged(limits: RunnerLimits) -> list[Descriptor]:
+    """Decode steps whose requests verify different numbers of drafts: any split of as many rows as
+    requests have on average with 1, 2, 4, … drafts. They propose K drafts."""
+    if not limits.is_by_request:
+        return []
+    (*shorter, (rows, sizes)) = _decodes(limits)
+    few = shorter[0][1] if shorter else sizes
+    means = [each for each, _ in shorter if each - 1 in (1, 2, 4, 8, 16)]
+    return [
+        Descriptor(
+            num_requests=size,
+            num_rows=size * each,
+            rows_per_request=None,
+            most_rows=rows,
+            variant=GREEDY_VARIANT,
+        )
+        for size in few
+        for each in (*means, rows)
+        if size > 1 and size * each <= limits.max_num_batched_tokens
+    ]
 
 
 def is_large(descriptor: Descriptor) -> bool:
@@ -160,7 +184,8 @@ class StepGraphs:
     def mixed_rows(self) -> list[int]:
         """Rows of the greedy mixed steps that have graphs, rising."""
         captured = [each for each in self._greedy if each not in self._uncaptured]
-        return sorted(each.num_rows for each in captured if each.rows_per_request is None)
+        mixed = [e for e in captured if e.rows_per_request is None and e.most_rows is None]
+        return sorted(each.num_rows for each in mixed)
 
     def capture_greedy(self, runner: DeviceRunner) -> None:
         """Capture the greedy steps of every size that the mode asks for; those of many rows as far
@@ -209,6 +234,7 @@ class StepGraphs:
             num_requests=len(plan.slots),
             num_rows=int(plan.num_rows.sum()),
             rows_per_request=plan.decode_rows if is_uniform(plan) else None,
+            most_rows=self._limits.rows_per_decode if is_decode(plan) else None,
             variant=GREEDY_VARIANT,
         )
         if plan.draft_length is not None and wanted.rows_per_request is not None:
@@ -276,7 +302,8 @@ class StepGraphs:
 
 
 def _in_pieces(modes: GraphModes, descriptor: Descriptor) -> bool:
-    return modes.in_pieces(mixed=descriptor.rows_per_request is None)
+    is_decode = descriptor.rows_per_request is not None or descriptor.most_rows is not None
+    return modes.in_pieces(mixed=not is_decode)
 
 
 class SamplingVariants:

@@ -1,31 +1,35 @@
-"""Choice of the number of drafts that each step verifies and proposes, while requests run
-(docs/adr/0035).
+"""Choice of the drafts that each request verifies in a step, and of those that the step proposes,
+while requests run (docs/adr/0035, docs/adr/0052).
 
-The choice follows from plain numbers on the host: counts of steps whose results have arrived, and
-measured costs. The same costs and results give the same choices, on every rank.
+The choice follows from plain numbers on the host: counts of steps whose results have arrived,
+estimates of the drafter where they are in, and measured costs. The same costs and results give the
+same choices, on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import mul
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import MethodConfig, PerStep, RunConfig
 from hydraspec.engine import costs
 from hydraspec.engine.costs import CostTable
+from hydraspec.engine.schedule.acceptance import RequestAcceptance
+from hydraspec.engine.schedule.sequence import Sequence as Offered
+from hydraspec.engine.slots import (
+    LengthCosts,
+    accepted_by_length,
+    best_allocation,
+    in_two_lengths,
+    leading,
+    least_survival,
+)
 from hydraspec.types import RequestStep
 
-# Share of its weight that a count keeps with every further step: the last 100 steps decide.
-KEPT_PER_STEP = 0.99
-# Rate that is assumed of a draft that was never verified, and its weight in verifications. After
-# the first position the rate of the position before is assumed.
-ASSUMED_RATE, ASSUMED_WEIGHT = 0.8, 1.0
-# A run begins as if it had seen so many verifications of each draft, with the rates of the steps
-# whose costs were measured, or with ASSUMED_RATE where these are not known.
-MEASURED_WEIGHT, UNKNOWN_WEIGHT = 16.0, 4.0
 # Speeds are means over so many steps of a length, or over a share of the steps that the present
 # length has lasted. In the first of them a request has no more drafts to verify than the step
 # before proposed, so a longer length has to make up for that in the others.
@@ -54,8 +58,10 @@ def lengths_up_to(most: int) -> tuple[int, ...]:
     return (*(n for n in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24) if n < most), most)
 
 
-def build_draft_lengths(config: RunConfig, num_micro_batches: int) -> DraftLengths | None:
-    """The chooser of K for each step; None where K is fixed.
+def build_draft_lengths(
+    config: RunConfig, num_slots: int, num_micro_batches: int
+) -> DraftLengths | None:
+    """The chooser of drafts for each step; None where K is fixed.
 
     Raises:
         ConfigurationError: method.costs names no table, or one that lacks some of the lengths.
@@ -75,131 +81,152 @@ def build_draft_lengths(config: RunConfig, num_micro_batches: int) -> DraftLengt
                 allowed=f"a table of 0 to {most} (method.max_speculative_tokens)",
                 remedy="leave the key out to have costs measured",
             )
-    return DraftLengths(offered, table, num_micro_batches)
+    return DraftLengths(offered, table, num_slots, num_micro_batches)
 
 
-class AcceptanceCounts:
-    """Counts of how often draft i was verified, and accepted, after i accepted ones, over all
-    requests."""
+@dataclass(slots=True, frozen=True)
+class ChosenDrafts:
+    """The drafts of a step."""
 
-    def __init__(self, most: int, rates: Sequence[float] = (), weight: float = 0.0) -> None:
-        """Starts as if `weight` verifications of each of `most` drafts had had these rates."""
-        self._reached = [weight] * most  # verifications of draft i after i accepted ones
-        self._accepted = [weight * rate for rate in rates or [ASSUMED_RATE] * most]
-        self.unseen = [0] * most  # steps since draft i was offered
-
-    def add(self, requests: Iterable[RequestStep], kept: float = 1.0) -> None:
-        """Count what a step verified; earlier counts keep a share `kept` of their weight. Drafts
-        that were not proposed do not count."""
-        most = len(self._reached)
-        num_reached, num_accepted = [0] * (most + 1), [0] * (most + 1)  # requests, by drafts
-        longest = 0
-        for step in requests:
-            offered = len(step.draft_token_ids)
-            accepted = min(step.num_accepted, offered)
-            num_reached[min(accepted + 1, offered)] += 1
-            num_accepted[accepted] += 1
-            longest = max(longest, offered)
-        more_reached = more_accepted = 0
-        for i in reversed(range(most)):
-            more_reached += num_reached[i + 1]
-            more_accepted += num_accepted[i + 1]
-            self._reached[i] = self._reached[i] * kept + more_reached
-            self._accepted[i] = self._accepted[i] * kept + more_accepted
-            self.unseen[i] = 0 if i < longest else self.unseen[i] + 1
-
-    def rates(self) -> list[float]:
-        """Estimated probabilities that draft i is accepted after i accepted ones, for each i."""
-        rates, before = [], ASSUMED_RATE
-        for accepted, reached in zip(self._accepted, self._reached, strict=True):
-            before = (accepted + ASSUMED_WEIGHT * before) / (reached + ASSUMED_WEIGHT)
-            rates.append(before)
-        return rates
+    counts: list[int]  # drafts that each request verifies, if so many were proposed
+    draft_length: int  # drafts that are proposed after the step, for each request
 
 
 class DraftLengths:
-    """Chooses the draft length with the most expected tokens per millisecond.
+    """Chooses the drafts of each request with the most expected tokens per millisecond.
 
     Attributes:
         costs: of decode steps by requests and length; None: unknown, steps have the most drafts.
     """
 
     def __init__(
-        self, offered: Sequence[int], costs: CostTable | None = None, num_micro_batches: int = 1
+        self,
+        offered: Sequence[int],
+        costs: CostTable | None = None,
+        num_slots: int = 1,
+        num_micro_batches: int = 1,
     ) -> None:
         """offered: the lengths to choose from, rising from 0. num_micro_batches: see Scheduler."""
-        self.offered = offered
+        self.offered = tuple(offered)
         # Drafts are verified in the next step of the same requests.
         self._steps_of_trial = 1 + num_micro_batches
+        self._num_slots = num_slots
         self.costs = costs
-        self._script: Iterator[int] | None = None
+        self._script: Iterator[int | Sequence[int]] | None = None
         self.start_over()
 
     def start_over(self) -> None:
         """Begin a run: counts start from rates seen while costs were measured, or assumed ones."""
-        most = self.offered[-1]
         measured = self.costs.rates if self.costs is not None else ()
-        weight = MEASURED_WEIGHT if measured else UNKNOWN_WEIGHT
-        self._counts = AcceptanceCounts(most, measured[:most], weight)
-        self._last: int | None = None  # index of the last choice that was no trial
+        self._acceptance = RequestAcceptance(self.offered[-1], measured, self._num_slots)
+        self._last: int | None = None  # index of the last longest length that was no trial
         self._num_same = 0  # choices of it in a row
-        self._known_ms: dict[int, list[float]] = {}  # by requests in the step, then by length
-        self._recent_ms: list[float] = []  # mean costs of recent steps, by length
+        self._known_ms: dict[int, np.ndarray] = {}  # by requests in the step, then as below
+        self._recent_ms: np.ndarray | None = None  # [2, N] mean costs of recent steps, see _costs
         self._saved_ms = 0.0  # saved up for a trial
         self._trial: list[int] = []  # lengths of the further steps of a trial
 
-    def follow(self, script: Iterable[int] | None) -> None:
-        """Take lengths from `script` instead of choosing, to measure costs; None: choose again."""
+    def begin(self, slot: int) -> None:
+        """Give `slot` to another request, of which nothing is known."""
+        self._acceptance.begin(slot)
+
+    def follow(self, script: Iterable[int | Sequence[int]] | None) -> None:
+        """Take lengths from `script` instead of choosing, to measure costs: one for every request,
+        or one by slot, in turns; None: choose again."""
         self._script = None if script is None else iter(script)
 
-    def choose(self, num_requests: int) -> int:
-        """Drafts per request of the next step, which has about `num_requests` requests."""
+    def choose_for(self, likely: Sequence[Offered], num_requests: int) -> int:
+        """Set the drafts that each of the requests verifies which are likely in the next step,
+        decodes first; returns how many are proposed after it. num_requests: see `choose`."""
+        decoding = [each for each in likely if each.decodes_next]
+        are_known = all(each.in_flight is None for each in decoding)
+        chosen = self.choose(
+            [each.slot for each in likely],
+            num_requests,
+            [each.survivals for each in decoding] if are_known else (),
+        )
+        for each, count in zip(likely, chosen.counts, strict=True):
+            each.num_chosen = count
+        return chosen.draft_length
+
+    def choose(
+        self,
+        slots: Sequence[int],
+        num_requests: int,
+        survivals: Sequence[Sequence[float] | None] = (),
+    ) -> ChosenDrafts:
+        """The drafts of the next step, which has about `num_requests` requests: of those in
+        `slots` and, as far as these are fewer, of new ones. survivals: estimates of the drafts
+        that were proposed for the first of these, see Draft, if the others verify none; None: not
+        estimated."""
         if self._script is not None:
-            return next(self._script)
+            return _by_script(next(self._script), slots)
         if self.costs is None:
-            return self.offered[-1]
-        if self._trial:
-            return self._trial.pop()
-        costs = self._known_ms.get(num_requests)
-        if costs is None:
-            costs = [self.costs.at(num_requests, length).step_ms for length in self.offered]
-            self._known_ms[num_requests] = costs
-        self._recent_ms = [
-            before + COSTS_OF_STEP * (now - before)
-            for before, now in zip(self._recent_ms or costs, costs, strict=True)
-        ]
-        best = self._best(self._recent_ms)
-        self._num_same = self._num_same + 1 if best == self._last else 1
-        self._last = best
-        return self.offered[best + self._tries_more(self._recent_ms, best)]
+            return ChosenDrafts([self.offered[-1]] * len(slots), self.offered[-1])
+        costs = self._costs(self.costs, num_requests)
+        survival = self._acceptance.survivals(slots, num_requests - len(slots))
+        accepted = accepted_by_length(survival, self.offered)
+        best = best_allocation(self._with_rise(accepted), costs)
+        self._num_same = self._num_same + 1 if best.most == self._last else 1
+        self._last = best.most
+        length = self.offered[best.most]
+        if survivals and length and all(survivals):
+            least = least_survival(costs, num_requests, best.tokens_per_ms)
+            wanted = leading(np.array(survivals), least)
+            counts = in_two_lengths(wanted, costs).tolist()
+            return ChosenDrafts([*counts, *[0] * (len(slots) - len(counts))], self.offered[-1])
+        counts = best.counts[: len(slots)]
+        if (trial := self._tried(costs, best.most)) is not None:
+            counts, length = np.where(counts == length, trial, counts), trial
+        return ChosenDrafts(counts.tolist(), length)
 
-    def observe(self, requests: Iterable[RequestStep]) -> None:
-        """Count what a step verified."""
-        self._counts.add(requests, KEPT_PER_STEP)
+    def observe(self, slots: Sequence[int], requests: Sequence[RequestStep]) -> None:
+        """Count what a step verified; slots of the requests, -1: it has lost its slot."""
+        if requests:
+            self._acceptance.add(slots, requests)
 
-    def _best(self, costs: Sequence[float]) -> int:
-        """The index of the length with the most tokens per millisecond."""
-        tokens = list(accumulate(accumulate(self._counts.rates(), mul), initial=1.0))  # by length
-        proposed = self.offered[-1 if self._last is None else self._last]
+    def _with_rise(self, accepted: np.ndarray) -> np.ndarray:
+        """Expected accepted drafts [B, N] per step, over the steps that a length has to last: the
+        first of them has no more drafts to verify than were proposed."""
+        proposed = len(self.offered) - 1 if self._last is None else self._last
         further = max(STEPS_OF_LENGTH, SHARE_OF_LAST * self._num_same) - 1
-        speeds = [
-            (further * tokens[n] + tokens[min(n, proposed)]) / (1 + further) / ms
-            for n, ms in zip(self.offered, costs, strict=True)
-        ]
-        return max(range(len(speeds)), key=speeds.__getitem__)
+        first = np.minimum(accepted, accepted[:, proposed : proposed + 1])
+        found: np.ndarray = (further * accepted + first) / (1 + further)
+        return found
 
-    def _tries_more(self, costs: Sequence[float], best: int) -> bool:
-        """Returns whether this step and a few after it try the length after the best, where that
-        was not verified for long. Every step saves TRIAL_SHARE of its time; the savings pay for the
-        longer steps of a trial."""
-        self._saved_ms += TRIAL_SHARE * costs[best]
-        if best + 1 == len(costs):
+    def _costs(self, table: CostTable, num_requests: int) -> LengthCosts:
+        found = self._known_ms.get(num_requests)
+        if found is None:
+            each = [table.at(num_requests, length) for length in self.offered]
+            step = np.array([cost.step_ms for cost in each])
+            draft = np.array([cost.draft_ms or 0.0 for cost in each])
+            found = self._known_ms[num_requests] = np.stack((step - draft, draft))
+        if self._recent_ms is None:
+            self._recent_ms = found
+        self._recent_ms = self._recent_ms + COSTS_OF_STEP * (found - self._recent_ms)
+        return LengthCosts(self.offered, *self._recent_ms)
+
+    def _tried(self, costs: LengthCosts, best: int) -> int | None:
+        """The length that the requests with the most drafts try in this step: that after the best
+        where it was not verified for long. Every step saves TRIAL_SHARE of its time; the savings
+        pay for the longer steps of a trial."""
+        if self._trial:
+            return max(self._trial.pop(), self.offered[best])
+        step_ms = costs.verify_ms + costs.draft_ms
+        self._saved_ms += TRIAL_SHARE * float(step_ms[best])
+        if best + 1 == len(step_ms):
             self._saved_ms = 0.0
-            return False
-        longer = self._steps_of_trial * (costs[best + 1] - costs[best])
+            return None
+        longer = self._steps_of_trial * float(step_ms[best + 1] - step_ms[best])
         length = self.offered[best + 1]
-        if self._counts.unseen[length - 1] < STEPS_UNTIL_TRIAL or self._saved_ms < longer:
-            return False
+        num_unseen = self._acceptance.of_all.unseen[length - 1]
+        if num_unseen < STEPS_UNTIL_TRIAL or self._saved_ms < longer:
+            return None
         self._saved_ms = 0.0
         self._trial = [length] * (self._steps_of_trial - 1)
-        return True
+        return length
+
+
+def _by_script(lengths: int | Sequence[int], slots: Sequence[int]) -> ChosenDrafts:
+    each = [lengths] if isinstance(lengths, int) else lengths
+    return ChosenDrafts([each[slot % len(each)] for slot in slots], max(each))

@@ -176,6 +176,11 @@ def is_uniform(plan: StepPlan) -> bool:
     return bool(full_decodes(plan).all())
 
 
+def is_decode(plan: StepPlan) -> bool:
+    """Returns whether every request has its newest token and drafts as rows, and no others."""
+    return bool((plan.samples & (plan.num_rows == plan.num_drafts + 1)).all())
+
+
 def split_plan(plan: StepPlan, count: int) -> tuple[StepPlan, StepPlan]:
     """The first `count` requests, and the others, as two plans."""
     first: list[RowSegment] = []

@@ -111,8 +111,8 @@ class Scheduler:
         wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
         most = self.micro_batches.share(wanted)
         if self.draft_lengths is not None:
-            together = len(self.running) or min(len(self.waiting), self.max_num_seqs)
-            self.draft_length = self.draft_lengths.choose(self.micro_batches.share(together))
+            share = self.micro_batches.share(len(self.running) or wanted)
+            self.draft_length = self.draft_lengths.choose_for(self._in_turn()[:share], share)
         elif self.step_drafts is not None:
             self.draft_length = self.step_drafts.propose(self._in_turn())
         drafts = self.num_speculative_tokens if self.draft_length is None else self.draft_length
@@ -203,8 +203,9 @@ class Scheduler:
             return None
         # Emitting every draft and one more token must not pass max_model_len.
         room = self.max_model_len - fewest - undecided - 1
-        num_drafts = min(self._most_drafts, room)
-        if undecided and num_drafts < self._most_drafts:
+        most = self._most_drafts if self.draft_lengths is None else sequence.num_chosen
+        num_drafts = min(most, room)
+        if undecided and num_drafts < most:
             return None  # the results in flight decide how many drafts fit
         rows = 1 + num_drafts
         if rows > self._budget:
@@ -302,6 +303,8 @@ class Scheduler:
         sequence.num_computed = cached
         if not sequence.was_admitted:
             sequence.was_admitted, sequence.num_cached = True, cached
+        if self.draft_lengths is not None:
+            self.draft_lengths.begin(sequence.slot)
         self.running.append(sequence)
         self.admitted.append(sequence)
         is_whole = cached + rows == sequence.num_tokens

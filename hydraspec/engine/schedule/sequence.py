@@ -28,8 +28,9 @@ class Sequence(OfferedRequest):
     in_flight: Scheduled | None = None  # the share of a launched step, until its results arrive
     was_admitted: bool = False
     # Of the drafts proposed for its next step, by the results of the step before it.
-    survivals: list[float] | None = None  # see Draft; None: not estimated
+    survivals: list[float] | None = None  # see Draft; None: not estimated, or no drafts
     num_worthwhile: int | None = None  # drafts to verify, the first ones; None: all
+    num_chosen: int = 0  # drafts to verify, where the engine chooses them by their costs
     drafted: DraftedText | None = None  # of a drafter on the host
     continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
     num_proposed: int = 0  # drafts that this may give the next step

@@ -1,0 +1,123 @@
+"""Drafts of each request of a step that are worth their rows (docs/adr/0052): pure functions of
+survivals and step costs, in host numbers.
+
+The survival of draft i of a request is the probability that it and those before it are accepted, so
+the sum of a request's survivals is its expected number of accepted drafts. A step has at most two
+numbers of drafts: the same tokens cost more time in a step with many different row counts.
+
+Letters: B requests, K most drafts, N offered lengths, P pairs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+# Time that a step with two numbers of drafts takes longer than one of equally many rows: on a CPU
+# each number is a segment of attention of its own.
+RAGGED_SHARE = 0.08
+
+
+@dataclass(slots=True, frozen=True)
+class LengthCosts:
+    """Milliseconds of a step by the drafts that its requests verify, and that they propose."""
+
+    offered: tuple[int, ...]  # N lengths, rising from 0
+    verify_ms: np.ndarray  # [N] with as many drafts for every request, without drafting
+    draft_ms: np.ndarray  # [N] of drafting so many; 0 where it is a part of verify_ms
+
+    def step_ms(self, mean: np.ndarray, most: np.ndarray, is_ragged: np.ndarray) -> np.ndarray:
+        """Times [...] of steps that verify `mean` drafts a request and propose offered[most]."""
+        verify: np.ndarray = np.interp(mean, self.offered, self.verify_ms)
+        verify *= 1 + RAGGED_SHARE * is_ragged
+        verify += self.draft_ms[most]
+        return verify
+
+
+@dataclass(slots=True, frozen=True)
+class Allocation:
+    """Drafts of each request, of a step."""
+
+    counts: np.ndarray  # [B] int64
+    most: int  # index of the largest count in the offered lengths
+    tokens_per_ms: float  # expected of such steps
+
+
+@dataclass(slots=True, frozen=True)
+class _Splits:
+    """Every way to give m of B requests the longer, the others the shorter length of a pair."""
+
+    shorter: np.ndarray  # [P] index of a length
+    longer: np.ndarray  # [P]
+    mean: np.ndarray  # [P, B+1] drafts per request, by m
+    most: np.ndarray  # [P, B+1] index of the longest length that any request has
+    is_ragged: np.ndarray  # [P, B+1]
+
+
+@cache
+def _splits(offered: tuple[int, ...], num_requests: int) -> _Splits:
+    shorter, longer = np.triu_indices(len(offered), 1)
+    lengths, m = np.array(offered), np.arange(num_requests + 1)
+    less, more = lengths[shorter, None], lengths[longer, None]
+    return _Splits(
+        shorter=shorter,
+        longer=longer,
+        mean=less + (more - less) * m / num_requests,
+        most=np.where(m > 0, longer[:, None], shorter[:, None]),
+        is_ragged=np.broadcast_to((m > 0) & (m < num_requests), (len(shorter), len(m))),
+    )
+
+
+def accepted_by_length(survivals: np.ndarray, offered: Sequence[int]) -> np.ndarray:
+    """Expected accepted drafts [B, N] of survivals [B, K], by the offered lengths."""
+    sums = np.zeros((len(survivals), survivals.shape[1] + 1))
+    np.cumsum(survivals, axis=1, out=sums[:, 1:])
+    return sums[:, list(offered)]
+
+
+def best_allocation(accepted: np.ndarray, costs: LengthCosts) -> Allocation:
+    """The drafts of each request with the most expected tokens per millisecond, of all steps with
+    at most two lengths. accepted [B, N]: see `accepted_by_length`."""
+    num_requests = len(accepted)
+    splits = _splits(costs.offered, num_requests)
+    gains = accepted[:, splits.longer] - accepted[:, splits.shorter]  # [B, P]
+    tokens = np.empty_like(splits.mean)
+    tokens[:, 0] = num_requests + accepted.sum(0)[splits.shorter]
+    tokens[:, 1:] = -np.sort(-gains, axis=0).T
+    speeds = np.cumsum(tokens, axis=1) / costs.step_ms(splits.mean, splits.most, splits.is_ragged)
+    pair, m = divmod(int(speeds.argmax()), num_requests + 1)
+    counts = np.full(num_requests, costs.offered[splits.shorter[pair]])
+    first = np.argsort(-gains[:, pair], kind="stable")[:m]
+    counts[first] = costs.offered[splits.longer[pair]]
+    return Allocation(counts, int(splits.most[pair, m]), float(speeds[pair, m]))
+
+
+def least_survival(costs: LengthCosts, num_requests: int, tokens_per_ms: float) -> float:
+    """Survival above which a draft is worth its row where `tokens_per_ms` are reached: the tokens
+    that other steps yield in the time of the row."""
+    rows = costs.offered[-1] * num_requests
+    return tokens_per_ms * float(costs.verify_ms[-1] - costs.verify_ms[0]) / rows
+
+
+def leading(survivals: np.ndarray, least: float) -> np.ndarray:
+    """Numbers [B] of leading drafts whose survivals [B, K] are all at least `least`."""
+    found: np.ndarray = np.logical_and.accumulate(survivals >= least, axis=1).sum(1)
+    return found
+
+
+def in_two_lengths(wanted: np.ndarray, costs: LengthCosts) -> np.ndarray:
+    """The numbers of drafts wanted [B], each raised to one of two offered lengths or to one, as
+    costs least. Whether a draft is verified depends on the wanted numbers alone, never on drafts
+    beyond one's own."""
+    lengths = np.array(costs.offered)
+    most = int(np.searchsorted(lengths, wanted.max()))
+    shorter = np.arange(most + 1)
+    share = np.searchsorted(np.sort(wanted), lengths[: most + 1], side="right") / len(wanted)
+    mean = lengths[most] + (lengths[: most + 1] - lengths[most]) * share
+    is_ragged = (share > 0) & (share < 1)
+    best = int(costs.step_ms(mean, np.full_like(shorter, most), is_ragged).argmin())
+    found: np.ndarray = np.where(wanted <= lengths[best], lengths[best], lengths[most])
+    return found

@@ -1,0 +1,115 @@
+"""The drafts of each request that are worth their rows, against every choice there is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hydraspec.engine.slots import (
+    RAGGED_SHARE,
+    LengthCosts,
+    accepted_by_length,
+    best_allocation,
+    in_two_lengths,
+    leading,
+    least_survival,
+)
+
+OFFERED = (0, 1, 2, 4)
+MOST = OFFERED[-1]
+
+
+def random_costs(rng: np.random.Generator) -> LengthCosts:
+    steps = np.concatenate(([rng.uniform(0.5, 2)], rng.uniform(0, 0.5, len(OFFERED) - 1)))
+    drafting = np.concatenate(([0.0], rng.uniform(0, 0.3, len(OFFERED) - 1)))
+    return LengthCosts(OFFERED, steps.cumsum(), drafting.cumsum())
+
+
+def random_survivals(rng: np.random.Generator, num_requests: int) -> np.ndarray:
+    found: np.ndarray = np.cumprod(rng.uniform(0, 1, (num_requests, MOST)) ** 0.4, axis=1)
+    return found
+
+
+def cost_of(counts: tuple[int, ...], costs: LengthCosts) -> float:
+    """Milliseconds of a step, written out."""
+    verify = float(np.interp(sum(counts) / len(counts), OFFERED, costs.verify_ms))
+    is_ragged = len(set(counts)) > 1
+    drafting = float(costs.draft_ms[OFFERED.index(max(counts))])
+    return verify * (1 + RAGGED_SHARE * is_ragged) + drafting
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_of_two_lengths_is_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_requests, costs = 1 + seed % 5, random_costs(rng)
+    survivals = random_survivals(rng, num_requests)
+
+    def speed(counts: tuple[int, ...]) -> float:
+        drafts = sum(float(row[:n].sum()) for row, n in zip(survivals, counts, strict=True))
+        return (num_requests + drafts) / cost_of(counts, costs)
+
+    every = [c for c in product(OFFERED, repeat=num_requests) if len(set(c)) <= 2]
+    found = best_allocation(accepted_by_length(survivals, OFFERED), costs)
+    counts = tuple(found.counts.tolist())
+    assert len(set(counts)) <= 2
+    assert OFFERED[found.most] == max(counts)
+    assert found.tokens_per_ms == pytest.approx(max(map(speed, every)))
+    assert speed(counts) == pytest.approx(found.tokens_per_ms)
+
+
+def test_equal_requests_have_equally_many_drafts() -> None:
+    costs = LengthCosts(OFFERED, np.array([1.0, 1.1, 1.2, 1.4]), np.zeros(4))
+    survivals = np.tile(np.cumprod([0.9] * MOST), (6, 1))
+    assert best_allocation(accepted_by_length(survivals, OFFERED), costs).counts.tolist() == [4] * 6
+
+
+def test_the_least_survival_is_that_of_a_row_which_pays_for_itself() -> None:
+    """Where time is linear in rows, adding a draft just above it raises the speed, and adding one
+    just below it lowers it."""
+    num_requests, row_ms = 5, 0.05
+    verify = 1 + row_ms * num_requests * np.array(OFFERED)
+    costs = LengthCosts(OFFERED, verify, np.zeros(4))
+    tokens, ms = 9.0, 2.0
+    least = least_survival(costs, num_requests, tokens / ms)
+    assert (tokens + 1.01 * least) / (ms + row_ms) > tokens / ms
+    assert (tokens + 0.99 * least) / (ms + row_ms) < tokens / ms
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_lengths_hold_what_is_wanted_and_cost_least(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_requests, costs = 1 + seed % 5, random_costs(rng)
+    wanted = rng.integers(0, MOST + 1, num_requests)
+    most = min(n for n in OFFERED if n >= wanted.max())
+    every = [
+        tuple(length if n <= length else most for n in wanted.tolist())
+        for length in OFFERED
+        if length <= most
+    ]
+    found = tuple(in_two_lengths(wanted, costs).tolist())
+    assert found in every
+    # The longest length has been proposed in any case.
+    drafting = costs.draft_ms[OFFERED.index(most)] - np.array(
+        [costs.draft_ms[OFFERED.index(max(each))] for each in every]
+    )
+    least = min(cost_of(c, costs) + d for c, d in zip(every, drafting, strict=True))
+    at = every.index(found)
+    assert cost_of(found, costs) + drafting[at] == pytest.approx(least)
+
+
+def test_a_draft_is_verified_whatever_comes_after_it() -> None:
+    """The number of drafts of a sampled request may depend on no token that it verifies: changing
+    the estimates after a draft, which read its token, does not change whether it is verified."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        costs, least = random_costs(rng), rng.uniform(0.1, 0.6)
+        survivals = random_survivals(rng, 4)
+        counts = in_two_lengths(leading(survivals, least), costs)
+        for index in range(MOST):  # estimates after draft `index` are others
+            changed = survivals.copy()
+            factors = np.cumprod(rng.uniform(0, 1, MOST - index - 1))
+            changed[0, index + 1 :] = changed[0, index] * factors
+            again = in_two_lengths(leading(changed, least), costs)
+            assert (counts[0] > index) == (again[0] > index)
