@@ -60,7 +60,7 @@ class DraftSampling(Enum):
 
 
 class PerStep(Enum):
-    """A number that is chosen for each step while requests run."""
+    """A number that is chosen for each request and step while requests run."""
 
     auto = "auto"
 

@@ -1,5 +1,5 @@
-"""A number of drafts that is chosen per step against every fixed one, over the zoo's workload: in
-steps times the costs measured in the same process, and in wall time. Both are logged."""
+"""Drafts that are chosen per step and request against every fixed number, over the zoo's workload:
+in steps times the costs measured in the same process, and in wall time. Both are logged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from graph_runs import PAIRS, graph_config, make_graph_engine
 from records import request
 
 from hydraspec.config.schema import Dtype, PerStep
+from hydraspec.engine.costs import CostTable
 from hydraspec.engine.native import NativeEngine
+from hydraspec.engine.slots import RAGGED_SHARE
 from hydraspec.metrics.meter import Meter, finished_pairs
 from hydraspec.metrics.paired import PairedRatio, paired_ratio
 from hydraspec.types import Completion, Request, StepRecord
@@ -95,12 +98,21 @@ def run(engine: NativeEngine, given: Sequence[Request], concurrency: int, length
                 part.tokens[event.index] = event.output_token_ids
             elif isinstance(event, StepRecord):
                 part.meter.add_step(event)
-                assert event.draft_length is not None
-                decoding = [step.index for step in event.requests if not step.is_prefill]
-                if decoding:
-                    cost = table.at(len(decoding), event.draft_length).step_ms
-                    part.costs_ms.update(dict.fromkeys(decoding, cost / len(decoding)))
+                drafts = {p.index: p.num_rows - 1 for p in event.requests if not p.is_prefill}
+                if drafts:
+                    cost = cost_of(table, list(drafts.values()), event.draft_length)
+                    part.costs_ms.update(dict.fromkeys(drafts, cost / len(drafts)))
     return part
+
+
+def cost_of(table: CostTable, drafts: Sequence[int], length: int | None) -> float:
+    """Milliseconds of a step that verifies these drafts and proposes `length`."""
+    assert length is not None
+    verifying, drafting = (table.at(len(drafts), n) for n in (fmean(drafts), length))
+    assert verifying.verify_ms is not None
+    assert drafting.draft_ms is not None
+    is_ragged = len(set(drafts)) > 1
+    return verifying.verify_ms * (1 + RAGGED_SHARE * is_ragged) + drafting.draft_ms
 
 
 def speed_ratio(ours: Sequence[Part], theirs: Sequence[Part], at_once: int) -> PairedRatio:

@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from graph_runs import lengths_at_random
 from scenarios import make_engine
 from scipy.stats import chi2
 from tiny_targets import assistant_config, gemma4_config, load, run_config, write_folder
 
-from hydraspec.config.schema import DraftSampling, Dtype, Verification
+from hydraspec.config.schema import DraftSampling, Dtype, PerStep, Verification
 from hydraspec.engine.run import state
 from hydraspec.models.base import TargetModel
 from hydraspec.speculators.gemma4 import Gemma4Speculator
@@ -79,10 +80,12 @@ def p_value(
     *,
     disturbed: bool,
     num_requests: int,
+    by_request: bool = False,
 ) -> float:
     """Of the hypothesis that the sampled requests follow the target.
 
     Disturbed: a small cache (preemptions), chunked prefill, and every fifth request greedy.
+    By request: numbers of drafts change from step to step, and differ between requests.
     """
     slots = 24 if disturbed else 64
     settings = run_config(
@@ -96,9 +99,16 @@ def p_value(
         max_num_seqs=slots,
         max_num_batched_tokens=slots * 4 if not disturbed else 40,
     )
+    if by_request:
+        settings.method.num_speculative_tokens = PerStep.auto
+        settings.method.max_speculative_tokens = 3
     speculator = Gemma4Speculator(settings)
     speculator.load(world.target)
     engine = make_engine(settings, world.target, speculator, 0.05 if disturbed else 1.0)
+    if by_request:
+        lengths = engine.parts.scheduler.draft_lengths
+        assert lengths is not None
+        lengths.follow(lengths_at_random(3))
     requests = [sampled_request(index, disturbed) for index in range(num_requests)]
     counts, num_preempted = np.zeros_like(world.expected), 0
     for event in engine.run(requests, concurrency=None):
@@ -126,6 +136,15 @@ def sampled_request(index: int, disturbed: bool) -> Request:
 def test_a_few_sampled_runs_follow_the_target(world: World) -> None:
     """Catches probabilities of another slot, stale drafts, noise used twice."""
     assert p_value(world, *AS_USUAL, disturbed=False, num_requests=FEW_REQUESTS) > ALPHA
+
+
+@pytest.mark.parametrize("disturbed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_drafts_by_request_follow_the_target(world: World, disturbed: bool) -> None:
+    """Catches probabilities of drafts that a request does not verify, or of an earlier step."""
+    found = p_value(
+        *(world, *AS_USUAL), disturbed=disturbed, num_requests=FEW_REQUESTS, by_request=True
+    )
+    assert found > ALPHA
 
 
 @pytest.mark.slow

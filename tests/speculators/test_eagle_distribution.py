@@ -8,6 +8,7 @@ the target's own distribution, summed over the first.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,9 @@ from scipy import stats
 from tiny_targets import run_config
 
 from hydraspec.config.options import DSparkOptions
-from hydraspec.config.schema import DraftSampling, Verification, Weights
+from hydraspec.config.schema import DraftSampling, PerStep, Verification, Weights
+from hydraspec.engine.costs import CostTable
+from hydraspec.engine.schedule import draft_lengths
 from hydraspec.speculators import dspark
 from hydraspec.speculators.dflash2 import DFlash2Speculator
 from hydraspec.speculators.none import NoSpeculator
@@ -57,10 +60,11 @@ def second_tokens(
     broken: bool,
     *,
     least: float | None = None,
+    costs: Path | None = None,
     num_requests: int = NUM_REQUESTS,
 ) -> tuple[np.ndarray, list[int]]:
     """[V] counts of the second token, and how many drafts each verify step accepted; `least` is
-    DSpark's min_survival."""
+    DSpark's min_survival, `costs` a table by which the engine chooses drafts."""
     config = run_config(
         world.folder,
         method=world.plain.method,
@@ -74,6 +78,9 @@ def second_tokens(
     )
     config.method.weights = Weights.checkpoint
     config.method.options = None if least is None else DSparkOptions(min_survival=least)
+    if costs is not None:
+        config.method.num_speculative_tokens, config.method.max_speculative_tokens = PerStep.auto, 2
+        config.method.costs = str(costs)
     speculator = build_speculator(config)
     speculator.load(world.target)
     engine = make_engine(config, world.target, speculator)
@@ -201,4 +208,35 @@ def test_leaving_unlikely_drafts_out_does_not_bias(
     assert p_value(counts, expected) > ALPHA
     monkeypatch.setattr(dspark, "trimmed", leave_out_odd_tokens)
     biased, _ = decoded()
+    assert p_value(biased, expected) < ALPHA
+
+
+def by_their_last_estimate(survivals: np.ndarray, least: float) -> np.ndarray:
+    """A rule that looks at an estimate which reads the first draft: all drafts or none."""
+    of_second = survivals[:, 1] / survivals[:, 0]
+    found: np.ndarray = np.where(of_second >= np.median(of_second), 2, 0)
+    return found
+
+
+@pytest.mark.slow
+def test_choosing_drafts_by_estimates_does_not_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of a step verify as many drafts as are worth their rows by DSpark's estimates.
+    Catches a choice that depends on the drafts' own tokens: such a rule fails the same test."""
+    world = block_worlds.make_world(tmp_path, "dspark on qwen3", num_prompts=3, sharpness=3.0)
+    prompt = min(world.continuations, key=len)
+    expected = truth(world, prompt) * MANY_REQUESTS
+    steps, rates = ((1.0, 1.3, 1.6),), (0.9, 0.9)
+    table = CostTable(batches=(1,), drafts=(0, 1, 2), step_ms=steps, rates=rates)
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(table.as_json()))
+    monkeypatch.setattr(draft_lengths, "least_survival", lambda *args: LEAST)
+    decoded = partial(second_tokens, *(world, prompt, Verification.standard, False), costs=path)
+    counts, accepted = decoded(num_requests=MANY_REQUESTS)
+    share = len(accepted) / MANY_REQUESTS
+    assert 0.2 < share < 0.9, share
+    assert p_value(counts, expected) > ALPHA
+    monkeypatch.setattr(draft_lengths, "leading", by_their_last_estimate)
+    biased, _ = decoded(num_requests=MANY_REQUESTS)
     assert p_value(biased, expected) < ALPHA

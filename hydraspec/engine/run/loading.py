@@ -218,6 +218,7 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         launch_bound_rows=runner.limits.launch_bound_rows,
         max_mixing_cost=config.engine.max_mixing_cost,
     )
+    runs_ahead = _runs_ahead(config, models.target)
     return Scheduler(
         kv,
         max_num_seqs=config.engine.max_num_seqs,
@@ -226,9 +227,13 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         num_speculative_tokens=speculator.num_speculative_tokens,
         num_lookahead_tokens=speculator.num_lookahead_tokens,
         num_micro_batches=num_stages,
-        runs_ahead=_runs_ahead(config, models.target),
+        runs_ahead=runs_ahead,
         prompt_rows=prompt_rows,
-        draft_lengths=build_draft_lengths(config, config.engine.max_num_seqs, num_stages),
+        draft_lengths=build_draft_lengths(
+            config,
+            num_stages,
+            reads_estimates=runner.state.draft_survivals is not None and not runs_ahead,
+        ),
         step_drafts=build_step_drafts(speculator),
     )
 

@@ -59,9 +59,10 @@ def lengths_up_to(most: int) -> tuple[int, ...]:
 
 
 def build_draft_lengths(
-    config: RunConfig, num_slots: int, num_micro_batches: int
+    config: RunConfig, num_micro_batches: int, *, reads_estimates: bool
 ) -> DraftLengths | None:
-    """The chooser of drafts for each step; None where K is fixed.
+    """The chooser of drafts for each step; None where K is fixed. reads_estimates: drafts come with
+    estimates that are in before the next step is scheduled.
 
     Raises:
         ConfigurationError: method.costs names no table, or one that lacks some of the lengths.
@@ -81,7 +82,13 @@ def build_draft_lengths(
                 allowed=f"a table of 0 to {most} (method.max_speculative_tokens)",
                 remedy="leave the key out to have costs measured",
             )
-    return DraftLengths(offered, table, num_slots, num_micro_batches)
+    return DraftLengths(
+        offered,
+        table,
+        config.engine.max_num_seqs,
+        num_micro_batches,
+        reads_estimates=reads_estimates,
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,12 +112,15 @@ class DraftLengths:
         costs: CostTable | None = None,
         num_slots: int = 1,
         num_micro_batches: int = 1,
+        *,
+        reads_estimates: bool = False,
     ) -> None:
-        """offered: the lengths to choose from, rising from 0. num_micro_batches: see Scheduler."""
+        """offered: the lengths to choose from, rising from 0. num_micro_batches: see Scheduler.
+        reads_estimates: see `build_draft_lengths`."""
         self.offered = tuple(offered)
         # Drafts are verified in the next step of the same requests.
         self._steps_of_trial = 1 + num_micro_batches
-        self._num_slots = num_slots
+        self._num_slots, self._reads_estimates = num_slots, reads_estimates
         self.costs = costs
         self._script: Iterator[int | Sequence[int]] | None = None
         self.start_over()
@@ -173,12 +183,15 @@ class DraftLengths:
         if survivals and length and all(survivals):
             least = least_survival(costs, num_requests, best.tokens_per_ms)
             wanted = leading(np.array(survivals), least)
-            counts = in_two_lengths(wanted, costs).tolist()
-            return ChosenDrafts([*counts, *[0] * (len(slots) - len(counts))], self.offered[-1])
-        counts = best.counts[: len(slots)]
+            counts: list[int] = in_two_lengths(wanted, costs).tolist()
+            counts += [0] * (len(slots) - len(counts))
+            return ChosenDrafts(counts, self.offered[-1])
+        verified = best.counts[: len(slots)]
         if (trial := self._tried(costs, best.most)) is not None:
-            counts, length = np.where(counts == length, trial, counts), trial
-        return ChosenDrafts(counts.tolist(), length)
+            verified, length = np.where(verified == length, trial, verified), trial
+        if self._reads_estimates and length:
+            length = self.offered[-1]  # those that are worth it are known before the next step
+        return ChosenDrafts(verified.tolist(), length)
 
     def observe(self, slots: Sequence[int], requests: Sequence[RequestStep]) -> None:
         """Count what a step verified; slots of the requests, -1: it has lost its slot."""
