@@ -24,7 +24,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
-@pytest.mark.parametrize("method", ["eagle3", "gemma4_mtp", "peagle"])
+@pytest.mark.parametrize("method", ["eagle3", "gemma4_mtp", "peagle", "dspark"])
 @pytest.mark.parametrize("axis", LAYOUTS)
 def test_ranks_choose_alike(axis: str, method: str, is_ahead: bool) -> None:
     """A rank that chose another number would send rows that the others do not expect, or compare

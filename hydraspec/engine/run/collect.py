@@ -12,7 +12,7 @@ from hydraspec.engine.finish import FinishCheck
 from hydraspec.engine.grammars import NO_TOKEN
 from hydraspec.engine.run.draft_check import check_draft_ids
 from hydraspec.engine.run.logprobs import note_logprobs, note_prompt_logprobs
-from hydraspec.engine.run.results import LaunchedStep
+from hydraspec.engine.run.results import LaunchedStep, StepResult
 from hydraspec.engine.run.timing import StepClock
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
@@ -69,11 +69,7 @@ class Collector:
         now = time.perf_counter()
         tokens, drafts = result.tokens.tolist(), result.draft_tokens.tolist()
         num_sampled, not_finite = result.num_sampled.tolist(), result.not_finite.tolist()
-        estimates, length = result.next_survivals, flight.draft_length
-        if estimates is None or length == 0:
-            survivals = [None] * len(drafts)
-        else:
-            survivals = estimates[:, :length].tolist()
+        survivals = _next_survivals(flight, result)
         requests, slots = list[RequestStep](), list[int]()
         completions = self.failed()
         error: NotFiniteError | None = None
@@ -174,6 +170,15 @@ class Collector:
         if survivals is None or least is None:
             return None
         return sum(each >= least for each in survivals)
+
+
+def _next_survivals(flight: Flight, result: StepResult) -> Seq[list[float] | None]:
+    """Estimates of the drafts that a step proposed, by request."""
+    estimates, length = result.next_survivals, flight.draft_length
+    if estimates is None or length == 0:
+        return [None] * len(flight.scheduled)
+    found: list[list[float] | None] = estimates[:, :length].tolist()
+    return found
 
 
 def _offered(drafts: Seq[int], num_drafts: int) -> list[int]:
