@@ -162,7 +162,7 @@ def test_as_good_as_the_best_fixed_length(method: str, concurrency: int) -> None
         length: cost_ratio(of_auto[0], parts[length][0], concurrency) for length in (best, 0)
     }
     in_time = {length: speed_ratio(of_auto, parts[length], concurrency) for length in (fastest, 0)}
-    used = of_auto[0].meter.draft_lengths.used(MOST)
+    used = of_auto[0].meter.steps.draft_lengths.used(MOST)
     log.info(
         "%s, %d at once: in costs %s of K=%d, %s of none; in time %s of K=%d, %s of none; %s",
         *(method, concurrency, said(in_costs[best]), best, said(in_costs[0])),
