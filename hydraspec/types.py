@@ -248,8 +248,7 @@ class ScoredRows:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """The scheduler's decision, as plain numbers. Requests are ordered so that segments are
-    contiguous."""
+    """The scheduler's decision, as plain numbers. Requests of a segment are adjacent."""
 
     slots: np.ndarray  # [B] request slots
     num_rows: np.ndarray  # [B] rows of each request
@@ -266,6 +265,8 @@ class StepPlan:
     next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
     masks: TokenMasks | None = None  # of the requests with a grammar that sample
     scored: ScoredRows | None = None  # such a step runs eagerly, and every row through every layer
+    num_late: np.ndarray | None = None  # [B] rows before these that a drafter has not run over
+    drafter_rests: bool = False  # it does not run over these either, one row of each request
 
     @property
     def decode_rows(self) -> int:

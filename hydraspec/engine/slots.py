@@ -110,14 +110,18 @@ def leading(survivals: np.ndarray, least: float) -> np.ndarray:
 
 def in_two_lengths(wanted: np.ndarray, costs: LengthCosts) -> np.ndarray:
     """The numbers of drafts wanted [B], each raised to one of two offered lengths or to one, as
-    costs least. Whether a draft is verified depends on the wanted numbers alone, never on drafts
-    beyond one's own."""
+    costs least. Drafts that are not wanted are worth half of their rows: between nothing and all.
+
+    Whether a draft is verified depends on the wanted numbers alone, never on estimates that read
+    it."""
     lengths = np.array(costs.offered)
     most = int(np.searchsorted(lengths, wanted.max()))
     shorter = np.arange(most + 1)
     share = np.searchsorted(np.sort(wanted), lengths[: most + 1], side="right") / len(wanted)
     mean = lengths[most] + (lengths[: most + 1] - lengths[most]) * share
     is_ragged = (share > 0) & (share < 1)
-    best = int(costs.step_ms(mean, np.full_like(shorter, most), is_ragged).argmin())
+    ms_of_draft = (costs.verify_ms[-1] - costs.verify_ms[0]) / lengths[-1]
+    worth = ms_of_draft * (mean - wanted.mean()) / 2
+    best = int((costs.step_ms(mean, np.full_like(shorter, most), is_ragged) - worth).argmin())
     found: np.ndarray = np.where(wanted <= lengths[best], lengths[best], lengths[most])
     return found

@@ -110,6 +110,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
         return hidden.index_select(0, row.rows), feedback.index_select(0, row.rows)
 
+    def fill(self, target_step: TargetStep, batch: Batch, state: RequestState) -> None:
+        fill_rows(self, target_step, batch, state)
+
     def next_step(
         self,
         row: NewestRows,
@@ -224,6 +227,18 @@ def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec])
     rows = step_rows(batch, specs, tokens)
     rows.encoded = batch.next_encoded
     return rows
+
+
+def fill_rows(
+    drafter: DraftModelSpeculator, target_step: TargetStep, batch: Batch, state: RequestState
+) -> None:
+    """Run a drafter's head over a batch's rows for the KV that it writes."""
+    drafter.head.forward(
+        target_rows(batch, state, drafter.draft_specs),
+        drafter.head.combine_target_hidden(target_step),
+        drafter.draft_caches,
+        step=0,
+    )
 
 
 def single_rows(

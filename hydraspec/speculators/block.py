@@ -28,6 +28,7 @@ class BlockSpeculator(ParallelSpeculator):
 
     # KV of a row depends on the target's states there, and on no later token.
     num_following_tokens: ClassVar[int] = 0
+    may_rest: ClassVar[bool] = True
     head: BlockHead
 
     def load_draft_model(self, target: TargetModel, checkpoint: str) -> BlockHead:
@@ -77,14 +78,17 @@ class BlockSpeculator(ParallelSpeculator):
     ) -> Tensor | None:
         """States [B, R, D] of whole blocks, after the step's context is written; None where no
         request needs drafts."""
-        context = step_rows(batch, self.draft_specs, batch.input_ids)
-        features = self.head.context_features(target_step)
-        self.head.write_context(context, features, self.draft_caches)
+        self.fill(target_step, batch, state)
         if not self.needs_drafts(target_step, batch):
             return None
         rows = self.lay_out(verdict, batch, state)
         states = self.head.draft_block(rows, self.draft_caches)
         return states.view(batch.num_requests, -1, states.shape[1])
+
+    def fill(self, target_step: TargetStep, batch: Batch, state: RequestState) -> None:
+        context = step_rows(batch, self.draft_specs, batch.input_ids)
+        features = self.head.context_features(target_step)
+        self.head.write_context(context, features, self.draft_caches)
 
     def lay_out(self, verdict: Verdict, batch: Batch, state: RequestState) -> Rows:
         """The rows of all requests' blocks, from host-known counts and the verdict on the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
@@ -83,6 +83,8 @@ class OwnCacheHead(DraftHead, Protocol):
 class DraftModelSpeculator(BaseSpeculator):
     """Holds a draft head and samples its tokens, greedily or from its distribution."""
 
+    # `fill` may run later, over the rows of several steps, while no drafts are wanted.
+    may_rest: ClassVar[bool] = False
     head: Any  # a DraftHead; leaves narrow it
     dtype: torch.dtype  # of the target, whose states the head reads
 
@@ -136,6 +138,21 @@ class DraftModelSpeculator(BaseSpeculator):
         self.target_caches = caches
         owned = sorted(layer for spec in self.draft_specs for layer in spec.layers)
         self.draft_caches = [cache for layer in owned if (cache := caches[layer]) is not None]
+
+    def states_read(self, target_step: TargetStep) -> Tensor:
+        """The target's states that a pass over the step's rows reads, [T, W]."""
+        aux = target_step.aux_hidden_states
+        return torch.cat(aux, 1) if self.aux_layer_ids else target_step.hidden_states
+
+    def fill(self, target_step: TargetStep, batch: Batch, state: RequestState) -> None:
+        """Write the drafter's own KV of the rows of a batch, without drafts."""
+        return None
+
+    def fill_late(self, states: Tensor, batch: Batch, state: RequestState) -> None:
+        """`fill` for rows whose `states_read` were [T, W]."""
+        aux = list(states.chunk(len(self.aux_layer_ids), 1)) if self.aux_layer_ids else []
+        kept = TargetStep(hidden_states=states, logits=states[:0], aux_hidden_states=aux)
+        self.fill(kept, batch, state)
 
     @property
     def draft_vocab_size(self) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from hydraspec.models.base import TargetModel
@@ -14,6 +16,7 @@ from hydraspec.speculators.draft_model import DraftModelSpeculator
 class EagleDrafter(DraftModelSpeculator):
     """An EAGLE head of any kind, and the vocabulary it drafts in."""
 
+    may_rest: ClassVar[bool] = True
     head: EagleHead
 
     def load_draft_model(self, target: TargetModel, checkpoint: str) -> EagleHead:

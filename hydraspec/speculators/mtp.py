@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hydraspec.models.base import TargetModel
 from hydraspec.models.mtp.head import MTPHead
 from hydraspec.models.mtp.loading import load_mtp
@@ -11,6 +13,7 @@ from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
 class MTPSpeculator(AutoRegressiveSpeculator):
     """Drafter that runs an MTP layer per step, over its own KV, on the state of the last step."""
 
+    may_rest: ClassVar[bool] = True
     head: MTPHead
 
     def _checkpoint(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from hydraspec_kernels.step_inputs import GroupTables, ParallelLayout, parallel_rows
 from torch import Tensor
 
+from hydraspec.speculators.autoregressive import fill_rows
 from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.types import Batch, Draft, RequestState, Rows, RowSegment, TargetStep, Verdict
 
@@ -87,6 +88,9 @@ class MaskRowSpeculator(ParallelSpeculator):
         places = laid.newest.unsqueeze(1) + torch.arange(k, device=laid.newest.device)
         found: Tensor = states.index_select(0, places.view(-1))
         return found.view(*places.shape, -1)
+
+    def fill(self, target_step: TargetStep, batch: Batch, state: RequestState) -> None:
+        fill_rows(self, target_step, batch, state)
 
     def lay_out(
         self, verdict: Verdict, batch: Batch, state: RequestState

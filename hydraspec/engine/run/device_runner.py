@@ -20,7 +20,7 @@ from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run.draft_check import check_drafts_on_cpu
 from hydraspec.engine.run.host_drafts import rehearse_drafts, write_drafts
 from hydraspec.engine.run.images import EncodedImages
-from hydraspec.engine.run.inputs import PlanTensors, needed_unless_all
+from hydraspec.engine.run.inputs import LateRows, PlanTensors, needed_unless_all
 from hydraspec.engine.run.logprobs import prompt_logprobs
 from hydraspec.engine.run.results import (
     DeviceStep,
@@ -305,6 +305,8 @@ class DeviceRunner(Runner):
             draft_length=plan.draft_length if self.modes.draft == NONE else None,
             num_verified=self._num_verified(plan),
         )
+        if plan.num_late is not None:
+            placed = replace(placed, late=LateRows(plan.num_late, plan.drafter_rests))
         return self._with_images(placed, plan, rows)
 
     def _with_images(self, placed: PlanTensors, plan: StepPlan, num_rows: int) -> PlanTensors:

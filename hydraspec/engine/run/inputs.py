@@ -26,6 +26,14 @@ from hydraspec.types import (
 )
 
 
+@dataclass(slots=True, frozen=True)
+class LateRows:
+    """Rows that a drafter with a cache of its own has not run over yet (docs/adr/0052)."""
+
+    counts: np.ndarray  # [B] rows of each request before those of this step
+    rests: bool  # it does not run over this step's rows either, one of each request
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PlanTensors(RowLayout):
     """A plan on the device. A graph keeps the tensors and has new numbers written into them."""
@@ -45,6 +53,7 @@ class PlanTensors(RowLayout):
     draft_length: int | None = None  # see StepPlan
     encoded: EncodedRows | None = None  # see Batch; in no graph
     next_encoded: EncodedRows | None = None
+    late: LateRows | None = None  # in no graph
 
 
 def row_places(num_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

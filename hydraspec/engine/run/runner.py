@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.run.draft_check import check_draft
-from hydraspec.engine.run.inputs import PlanTensors, prepare
+from hydraspec.engine.run.inputs import LateRows, PlanTensors, prepare
+from hydraspec.engine.run.late_rows import LateStates
 from hydraspec.engine.run.results import DeviceStep
 from hydraspec.engine.run.stage_io import StageIO
 from hydraspec.engine.run.state import of_full_width, store_draft
@@ -49,6 +50,7 @@ class Runner:
         self.io: StageIO | None = None  # of a pipeline stage
         self._keeps_logits = False
         self.kept_logits: Tensor | None = None  # [N, V], see `keeping_logits`
+        self.late: LateStates | None = None  # None: the drafter runs in every step
         self.logprobs = LogprobRule(is_processed=False, vocabulary=target.vocabulary)
         speculator.bind_kv_caches(kv.specs, kv.caches)
 
@@ -95,10 +97,18 @@ class Runner:
         the new computed count."""
         commit_tokens(self.state, batch, verdict)
 
-    def propose(self, batch: Batch, target_step: TargetStep, verdict: Verdict) -> Draft | None:
+    def propose(
+        self,
+        batch: Batch,
+        target_step: TargetStep,
+        verdict: Verdict,
+        late: LateRows | None = None,
+    ) -> Draft | None:
         if self.speculator.drafts_on_host:
             return None
-        draft = self.speculator.propose(target_step, verdict, batch, self.state)
+        draft = None
+        if self.late is None or not self.late.hold_or_fill(late, batch, target_step):
+            draft = self.speculator.propose(target_step, verdict, batch, self.state)
         if draft is not None:
             check_draft(draft, batch, self.state, self.speculator)
         if batch.draft_length is not None:
@@ -124,5 +134,5 @@ class Runner:
         draft = None
         if proposes:
             with clock("propose"):
-                draft = self.propose(batch, target_step, verdict)
+                draft = self.propose(batch, target_step, verdict, inputs.late)
         return DeviceStep(batch, target_step, verdict, draft)

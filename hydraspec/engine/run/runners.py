@@ -20,6 +20,7 @@ from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.inputs import PlanTensors
+from hydraspec.engine.run.late_rows import LateStates
 from hydraspec.engine.run.results import LaunchedStep, StepOutputs, StepResult
 from hydraspec.engine.run.stage_io import StageIO, stack
 from hydraspec.engine.run.state import new_request_state
@@ -28,6 +29,7 @@ from hydraspec.engine.schedule.draft_lengths import lengths_up_to, offered_lengt
 from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
 from hydraspec.parallel.control import ALONE, Control
 from hydraspec.sampling.verifier import build_verifier
+from hydraspec.speculators.draft_model import DraftModelSpeculator
 from hydraspec.types import StepPlan
 
 
@@ -83,6 +85,10 @@ def build_runner(
         backend=backend,
         control=control,
     )
+    is_eager_on_cpu = runner.graphs is None and target.device.type == "cpu"
+    is_by_step = limits.is_by_request and models.link is None and is_eager_on_cpu
+    if is_by_step and isinstance(speculator, DraftModelSpeculator) and speculator.may_rest:
+        runner.late = LateStates(speculator, state)
     is_processed = config.sampling.logprobs_mode is LogprobsMode.processed
     runner.logprobs = replace(runner.logprobs, is_processed=is_processed)
     if models.link is not None:

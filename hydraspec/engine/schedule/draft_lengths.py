@@ -59,10 +59,10 @@ def lengths_up_to(most: int) -> tuple[int, ...]:
 
 
 def build_draft_lengths(
-    config: RunConfig, num_micro_batches: int, *, reads_estimates: bool
+    config: RunConfig, num_micro_batches: int, *, reads_estimates: bool, most_late: int = 0
 ) -> DraftLengths | None:
     """The chooser of drafts for each step; None where K is fixed. reads_estimates: drafts come with
-    estimates that are in before the next step is scheduled.
+    estimates that are in before the next step is scheduled. most_late: see DraftLengths.
 
     Raises:
         ConfigurationError: method.costs names no table, or one that lacks some of the lengths.
@@ -88,6 +88,7 @@ def build_draft_lengths(
         config.engine.max_num_seqs,
         num_micro_batches,
         reads_estimates=reads_estimates,
+        most_late=most_late,
     )
 
 
@@ -104,6 +105,8 @@ class DraftLengths:
 
     Attributes:
         costs: of decode steps by requests and length; None: unknown, steps have the most drafts.
+        most_late: rows of a request that the drafter may leave for later while no drafts are
+            wanted; 0: it runs over the rows of every step.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class DraftLengths:
         num_micro_batches: int = 1,
         *,
         reads_estimates: bool = False,
+        most_late: int = 0,
     ) -> None:
         """offered: the lengths to choose from, rising from 0. num_micro_batches: see Scheduler.
         reads_estimates: see `build_draft_lengths`."""
@@ -121,7 +125,7 @@ class DraftLengths:
         # Drafts are verified in the next step of the same requests.
         self._steps_of_trial = 1 + num_micro_batches
         self._num_slots, self._reads_estimates = num_slots, reads_estimates
-        self.costs = costs
+        self.costs, self.most_late = costs, most_late
         self._script: Iterator[int | Sequence[int]] | None = None
         self.start_over()
 

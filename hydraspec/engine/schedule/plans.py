@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from hydraspec.engine.cache.kv_cache import KVCache
-from hydraspec.engine.schedule.sequence import Scheduled
+from hydraspec.engine.schedule.draft_lengths import DraftLengths
+from hydraspec.engine.schedule.sequence import Scheduled, late_rows
 from hydraspec.sampling.flags import GREEDY, flags_from
 from hydraspec.types import (
     Continuations,
@@ -31,8 +32,16 @@ class PlanBuilder:
     """Builds plans. The arrays of steady decoding, which depend on the number of requests and of
     drafts alone, are kept and shared by plans, and never written to again."""
 
-    def __init__(self, kv: KVCache, num_speculative_tokens: int, num_lookahead_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        num_speculative_tokens: int,
+        num_lookahead_tokens: int,
+        draft_lengths: DraftLengths | None = None,
+    ) -> None:
+        """draft_lengths: the chooser of drafts, if any, which says how long a drafter may rest."""
         self._kv = kv
+        self._most_late = 0 if draft_lengths is None else draft_lengths.most_late
         self._num_speculative_tokens = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._steady: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -54,6 +63,9 @@ class PlanBuilder:
             num_drafts = np.array([item.num_drafts for item in scheduled], dtype=np.int64)
             samples = np.array([item.samples for item in scheduled])
             segments = _segments(scheduled, seq_lens)
+        num_late, rests = None, False
+        if self._most_late:
+            num_late, rests = late_rows(scheduled, drafts > 0, self._most_late)
         all_greedy, flags = flags_from(item.sequence.needs[item.samples] for item in scheduled)
         return StepPlan(
             slots=slots,
@@ -71,6 +83,8 @@ class PlanBuilder:
             next_images=_image_rows(scheduled, 1),
             masks=_masks(scheduled, self._num_speculative_tokens),
             scored=_scored(scheduled),
+            num_late=num_late,
+            drafter_rests=rests,
         )
 
     def _steady_arrays(

@@ -76,7 +76,7 @@ class Scheduler:
         self._prompt_rows = prompt_rows or PromptRows(
             max_rows=max_num_batched_tokens, num_micro_batches=num_micro_batches
         )
-        self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens)
+        self._plans = PlanBuilder(kv, num_speculative_tokens, num_lookahead_tokens, draft_lengths)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -123,7 +123,7 @@ class Scheduler:
             if sequence.slot < 0:  # preempted by an earlier one of this round
                 continue
             # Rows in flight that are certain to stay count: steps that read them come later.
-            certain = sequence.fewest_computed
+            certain = sequence.fewest_computed - sequence.num_late
             self.kv.publish(sequence.slot, sequence.keys, certain)
             self.kv.slide(sequence.slot, certain)
             if not sequence.decodes_next:
@@ -364,7 +364,7 @@ class Scheduler:
             return
         self.running.remove(sequence)
         if sequence.finish_reason != "error":
-            self.kv.publish(sequence.slot, sequence.keys, sequence.num_computed)
+            self.kv.publish(sequence.slot, sequence.keys, sequence.num_complete)
         self.kv.release(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 from hydraspec_kernels.attention import MOST_FUSED_ROWS
 
 from hydraspec.engine.cache.prefix import PrefixKeys
@@ -31,6 +32,7 @@ class Sequence(OfferedRequest):
     survivals: list[float] | None = None  # see Draft; None: not estimated, or no drafts
     num_worthwhile: int | None = None  # drafts to verify, the first ones; None: all
     num_chosen: int = 0  # drafts to verify, where the engine chooses them by their costs
+    num_late: int = 0  # newest rows, in flight or computed, that the drafter has not run over
     drafted: DraftedText | None = None  # of a drafter on the host
     continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
     num_proposed: int = 0  # drafts that this may give the next step
@@ -82,10 +84,16 @@ class Sequence(OfferedRequest):
         """Drafts in flight: the most tokens that results may add to the fewest ones."""
         return self.in_flight.num_drafts if self.in_flight is not None else 0
 
+    @property
+    def num_complete(self) -> int:
+        """Computed tokens that the drafter has run over too."""
+        return self.num_computed - self.num_late
+
     def start_over(self) -> None:
         """Reset after the sequence's blocks are lost: it is read again from its first token."""
         self.num_computed = 0
         self.decoding = False
+        self.num_late = 0
         self.next_tokens = []
 
 
@@ -138,6 +146,21 @@ class Scheduled:
         if not self.is_prefill or self.num_rows <= MOST_FUSED_ROWS:
             return 0
         return self.seq_len - self.samples
+
+
+def late_rows(
+    scheduled: Iterable[Scheduled], wants_drafts: bool, most: int
+) -> tuple[np.ndarray | None, bool]:
+    """Rows of each request that the drafter has not run over before a step (None: it has), and
+    whether it leaves out this step's too: where no drafts are wanted, until some request has
+    `most` of them."""
+    items = list(scheduled)
+    counts = np.array([item.sequence.num_late for item in items])
+    rests = not wants_drafts and all(not item.is_prefill and item.num_rows == 1 for item in items)
+    rests &= bool(counts.max() < most)
+    for item in items:
+        item.sequence.num_late = item.sequence.num_late + 1 if rests else 0
+    return counts if rests or counts.any() else None, rests
 
 
 def most_worthwhile(sequences: Iterable[Sequence], most: int) -> int:
