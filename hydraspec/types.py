@@ -231,8 +231,7 @@ class BlockTable:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Continuations:
-    """Tokens that may follow the texts of N decoding requests, as the host proposes them before a
-    step is launched (docs/adr/0047)."""
+    """Tokens that may follow texts, which the host proposes before a launch (docs/adr/0047)."""
 
     numbers: np.ndarray  # [N, 2K+3] int64: slot, known tokens of the text, tokens (-1: no more)
     is_ahead: bool  # a step in flight samples tokens that the host does not know

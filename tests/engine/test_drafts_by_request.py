@@ -95,7 +95,7 @@ def test_requests_differ_and_nothing_else_does(method: str, tmp_path: Path) -> N
     engine = make_graph_engine(config, None)
     first = decode(engine)
     assert first[0] == plain_tokens(method)
-    assert num_ragged(first[1]) > 3
+    assert num_ragged(first[1]) > 1
     assert decode(engine) == first
     assert decode(make_graph_engine(config, None)) == first
 
@@ -121,7 +121,7 @@ def test_a_step_ahead_of_results(
     backend: GraphBackend | None = None if mode == "none" else RecordedOps()
     tokens, rows = decode(make_graph_engine(config, backend))
     assert tokens == plain_tokens(method)
-    assert num_ragged(rows) > 3
+    assert num_ragged(rows) > 1
 
 
 def test_steps_of_two_lengths_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,9 @@ from hydraspec.engine.machine import log_once, model_length, pick_device, set_nu
 from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.kv_scales import scale_kv
-from hydraspec.engine.run.late_rows import MOST_LATE_ROWS
 from hydraspec.engine.run.rank_check import RankCheck
 from hydraspec.engine.run.room import room_for, target_bytes, timed
-from hydraspec.engine.run.runners import build_runner
-from hydraspec.engine.schedule.draft_lengths import build_draft_lengths
+from hydraspec.engine.run.runners import build_runner, draft_lengths_of
 from hydraspec.engine.schedule.host_drafts import build_step_drafts
 from hydraspec.engine.schedule.prompt_rows import PromptRows
 from hydraspec.engine.schedule.scheduler import Scheduler
@@ -230,12 +228,7 @@ def _scheduler(models: Models, kv: KVCache, runner: DeviceRunner) -> Scheduler:
         num_micro_batches=num_stages,
         runs_ahead=runs_ahead,
         prompt_rows=prompt_rows,
-        draft_lengths=build_draft_lengths(
-            config,
-            num_stages,
-            most_late=0 if runner.late is None else MOST_LATE_ROWS,
-            reads_estimates=runner.state.draft_survivals is not None and not runs_ahead,
-        ),
+        draft_lengths=draft_lengths_of(models, runner, runs_ahead=runs_ahead),
         step_drafts=build_step_drafts(speculator),
     )
 

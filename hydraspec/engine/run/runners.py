@@ -20,12 +20,17 @@ from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.cache.sizing import Models
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.inputs import PlanTensors
-from hydraspec.engine.run.late_rows import LateStates
+from hydraspec.engine.run.late_rows import MOST_LATE_ROWS, LateStates
 from hydraspec.engine.run.results import LaunchedStep, StepOutputs, StepResult
 from hydraspec.engine.run.stage_io import StageIO, stack
 from hydraspec.engine.run.state import new_request_state
 from hydraspec.engine.run.step_graphs import CapturedStep, RunnerLimits
-from hydraspec.engine.schedule.draft_lengths import lengths_up_to, offered_lengths
+from hydraspec.engine.schedule.draft_lengths import (
+    DraftLengths,
+    build_draft_lengths,
+    lengths_up_to,
+    offered_lengths,
+)
 from hydraspec.graphs import GraphBackend, GraphModes, default_capture_sizes
 from hydraspec.parallel.control import ALONE, Control
 from hydraspec.sampling.verifier import build_verifier
@@ -85,15 +90,35 @@ def build_runner(
         backend=backend,
         control=control,
     )
-    is_eager_on_cpu = runner.graphs is None and target.device.type == "cpu"
-    is_by_step = limits.is_by_request and models.link is None and is_eager_on_cpu
-    if is_by_step and isinstance(speculator, DraftModelSpeculator) and speculator.may_rest:
-        runner.late = LateStates(speculator, state)
+    runner.late = _late_states(models, runner)
     is_processed = config.sampling.logprobs_mode is LogprobsMode.processed
     runner.logprobs = replace(runner.logprobs, is_processed=is_processed)
     if models.link is not None:
         runner.io = StageIO.of(models)
     return runner
+
+
+def _late_states(models: Models, runner: DeviceRunner) -> LateStates | None:
+    """States that a drafter at rest would have read, if it may rest; None: it runs in every step."""
+    drafter = models.speculator
+    on_cpu = models.target.device.type == "cpu" and runner.graphs is None
+    if not (on_cpu and runner.limits.is_by_request and models.link is None):
+        return None
+    if not (isinstance(drafter, DraftModelSpeculator) and drafter.may_rest):
+        return None
+    return LateStates(drafter, runner.state)
+
+
+def draft_lengths_of(
+    models: Models, runner: DeviceRunner, *, runs_ahead: bool
+) -> DraftLengths | None:
+    """The chooser of drafts for a runner's steps; see `build_draft_lengths`."""
+    return build_draft_lengths(
+        models.config,
+        models.target.stage.count,
+        reads_estimates=runner.state.draft_survivals is not None and not runs_ahead,
+        most_late=0 if runner.late is None else MOST_LATE_ROWS,
+    )
 
 
 def _kind(models: Models) -> type[DeviceRunner]:

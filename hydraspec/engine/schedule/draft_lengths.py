@@ -37,6 +37,8 @@ STEPS_OF_LENGTH, SHARE_OF_LAST = 7.0, 0.25
 # Weight of the newest step in the costs that choices follow, which are means over recent steps:
 # where a request ends and the next one joins, one step has fewer requests.
 COSTS_OF_STEP = 0.25
+# Costs are looked up once for so many tokens of context.
+CONTEXT_STEP = 256
 # Share of the time that may be spent on trying a longer draft than the best, if such a draft was
 # not verified for so many steps: drafts that were rejected before may be accepted now.
 TRIAL_SHARE = 0.01
@@ -135,7 +137,8 @@ class DraftLengths:
         self._acceptance = RequestAcceptance(self.offered[-1], measured, self._num_slots)
         self._last: int | None = None  # index of the last longest length that was no trial
         self._num_same = 0  # choices of it in a row
-        self._known_ms: dict[int, np.ndarray] = {}  # by requests in the step, then as below
+        # [2, N] by requests in the step, and tokens of each in the cache.
+        self._known_ms: dict[tuple[int, int], np.ndarray] = {}
         self._recent_ms: np.ndarray | None = None  # [2, N] mean costs of recent steps, see _costs
         self._saved_ms = 0.0  # saved up for a trial
         self._trial: list[int] = []  # lengths of the further steps of a trial
@@ -158,6 +161,7 @@ class DraftLengths:
             [each.slot for each in likely],
             num_requests,
             [each.survivals for each in decoding] if are_known else (),
+            context=sum(each.num_computed for each in likely) // max(1, len(likely)),
         )
         for each, count in zip(likely, chosen.counts, strict=True):
             each.num_chosen = count
@@ -168,16 +172,18 @@ class DraftLengths:
         slots: Sequence[int],
         num_requests: int,
         survivals: Sequence[Sequence[float] | None] = (),
+        *,
+        context: int = 0,
     ) -> ChosenDrafts:
         """The drafts of the next step, which has about `num_requests` requests: of those in
         `slots` and, as far as these are fewer, of new ones. survivals: estimates of the drafts
         that were proposed for the first of these, see Draft, if the others verify none; None: not
-        estimated."""
+        estimated. context: tokens of a request in the KV cache, on average."""
         if self._script is not None:
             return _by_script(next(self._script), slots)
         if self.costs is None:
             return ChosenDrafts([self.offered[-1]] * len(slots), self.offered[-1])
-        costs = self._costs(self.costs, num_requests)
+        costs = self._costs(self.costs, num_requests, context // CONTEXT_STEP)
         survival = self._acceptance.survivals(slots, num_requests - len(slots))
         accepted = accepted_by_length(survival, self.offered)
         best = best_allocation(self._with_rise(accepted), costs)
@@ -211,13 +217,15 @@ class DraftLengths:
         found: np.ndarray = (further * accepted + first) / (1 + further)
         return found
 
-    def _costs(self, table: CostTable, num_requests: int) -> LengthCosts:
-        found = self._known_ms.get(num_requests)
+    def _costs(self, table: CostTable, num_requests: int, context: int) -> LengthCosts:
+        """Costs of recent steps; context: in CONTEXT_STEP tokens."""
+        found = self._known_ms.get((num_requests, context))
         if found is None:
-            each = [table.at(num_requests, length) for length in self.offered]
+            tokens = (context + 0.5) * CONTEXT_STEP
+            each = [table.at(num_requests, length, tokens) for length in self.offered]
             step = np.array([cost.step_ms for cost in each])
             draft = np.array([cost.draft_ms or 0.0 for cost in each])
-            found = self._known_ms[num_requests] = np.stack((step - draft, draft))
+            found = self._known_ms[num_requests, context] = np.stack((step - draft, draft))
         if self._recent_ms is None:
             self._recent_ms = found
         self._recent_ms = self._recent_ms + COSTS_OF_STEP * (found - self._recent_ms)

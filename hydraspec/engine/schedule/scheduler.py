@@ -26,8 +26,7 @@ CANCELLED = "cancelled"  # the error of a request that the caller has cancelled
 
 
 class Scheduler:
-    """First come, first served. When the cache is full the youngest running request is preempted
-    and recomputed."""
+    """First come, first served; in a full cache the youngest running request is preempted."""
 
     def __init__(
         self,
