@@ -99,7 +99,7 @@ def build_runner(
 
 
 def _late_states(models: Models, runner: DeviceRunner) -> LateStates | None:
-    """States that a drafter at rest would have read, if it may rest; None: it runs in every step."""
+    """States that a drafter at rest would have read; None: it runs in every step."""
     drafter = models.speculator
     on_cpu = models.target.device.type == "cpu" and runner.graphs is None
     if not (on_cpu and runner.limits.is_by_request and models.link is None):
