@@ -100,7 +100,7 @@ class Plane:
                     self.times.add(event)
                     offered = [len(part.draft_token_ids) for part in event.requests]
                     found = outcomes(event.requests, self.lengths.offered[-1])
-                    self.counts.add(found, max(offered))
+                    self.counts.add(found, max(offered, default=0))
                     self.contexts += [
                         part.num_computed_tokens for part in event.requests if not part.is_prefill
                     ]
