@@ -192,9 +192,11 @@ def test_the_same_image_hits_and_another_does_not(name: str, tmp_path: Path) -> 
 
 def test_a_key_without_the_digest_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true = PrefixKeys.__init__
-    monkeypatch.setattr(
-        PrefixKeys, "__init__", lambda self, ids, unit, root, spans=(): true(self, ids, unit, root)
-    )
+
+    def without_digests(self: PrefixKeys, ids: Any, unit: int, root: bytes, *rest: Any) -> None:
+        true(self, ids, unit, root)
+
+    monkeypatch.setattr(PrefixKeys, "__init__", without_digests)
     _, other, tokens, expected = hits("E4B", tmp_path)
     assert other > len(HIT_TEXT) + 9
     assert tokens != expected

@@ -1,7 +1,8 @@
 """Speedups of a report's jobs as they would be at another target's step costs, such as those of a
 large one: their counts of steps and accepted drafts, times measured milliseconds.
 
-A step is assumed to have as many requests as run at once, and the drafter as many right drafts as
+A step is assumed to have as many requests as run at once, at the mean context of the job's requests
+where costs are known by context, and the drafter as many right drafts as
 it has for its own target. No prompt is read beside it.
 """
 
@@ -53,14 +54,14 @@ class TargetCosts:
         """The table of a method's steps; None: they were not measured."""
         return self.tables.get(method) or self.tables.get(MEASURED_AS.get(method, ""))
 
-    def plain_ms(self, own: CostTable, batch: float) -> float:
+    def plain_ms(self, own: CostTable, batch: float, context: float) -> float:
         """Milliseconds of a step without drafts, beside a drafter's `own` steps: a drafter with its
         own cache does some work with K=0 too. Its time is left out where it was measured, as on a
         CPU, whose speed changes from run to run; else the least of all tables counts."""
-        without_drafting = own.at(batch, 0).verify_ms
+        without_drafting = own.at(batch, 0, context).verify_ms
         if without_drafting is not None:
             return without_drafting
-        return min(table.at(batch, 0).step_ms for table in self.tables.values())
+        return min(table.at(batch, 0, context).step_ms for table in self.tables.values())
 
 
 def read(folder: Path) -> TargetCosts:
@@ -127,25 +128,36 @@ def predicted(job: Job, costs: TargetCosts) -> dict[str, PairedRatio] | None:
     if job.is_plain or table is None or not isinstance(most, int):
         return None
     batch = summary["concurrency"] or summary["num_requests"]
-    step_ms = [table.at(batch, k).step_ms for k in range(most + 1)]
-    varies, plain_ms = summary["method"] in VARY, costs.plain_ms(table, batch)
-    times: dict[str, list[tuple[float, float]]] = {}
-    for run in job.runs:
-        for row in run.rows:
-            if row["finish_reason"] == "error" or not row.get("decode_steps"):
-                continue
-            took = row["decode_steps"] * step_ms[-1]
-            if varies:
-                took = _of_varying(row, step_ms)
-            pair = plain_ms * row["decode_tokens"], took
-            for scope in {ALL, row["category"] or ALL}:
-                times.setdefault(scope, []).append(pair)
-    if not times:
+    rows = [
+        row
+        for run in job.runs
+        for row in run.rows
+        if row["finish_reason"] != "error" and row.get("decode_steps")
+    ]
+    if not rows:
         return None
+    context = _mean_context(rows)
+    step_ms = [table.at(batch, k, context).step_ms for k in range(most + 1)]
+    varies, plain_ms = summary["method"] in VARY, costs.plain_ms(table, batch, context)
+    times: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        took = _of_varying(row, step_ms) if varies else row["decode_steps"] * step_ms[-1]
+        pair = plain_ms * row["decode_tokens"], took
+        for scope in {ALL, row["category"] or ALL}:
+            times.setdefault(scope, []).append(pair)
     return {
         scope: paired_ratio(np.array(pairs).T, (1, -1), at_once=None)
         for scope, pairs in times.items()
     }
+
+
+def _mean_context(rows: Sequence[Json]) -> float:
+    """Mean tokens of these requests in the KV cache, over their decode steps."""
+    tokens = sum(
+        row["decode_steps"] * (len(row["prompt_token_ids"]) + len(row["output_token_ids"]) / 2)
+        for row in rows
+    )
+    return float(tokens / sum(row["decode_steps"] for row in rows))
 
 
 def _of_varying(row: Json, step_ms: Sequence[float]) -> float:

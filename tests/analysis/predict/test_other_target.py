@@ -10,7 +10,7 @@ import pytest
 from studied_runs import copied, edit, edit_rows
 
 from hydraspec.analysis.predict.other_target import predicted, read
-from hydraspec.engine.costs import CostTable
+from hydraspec.engine.costs import CostTable, over_contexts
 from hydraspec.errors import ConfigurationError
 from hydraspec.report import main
 from hydraspec.study.groups import read as read_runs
@@ -63,8 +63,27 @@ def test_where_drafting_is_timed_each_drafter_is_beside_its_own_steps(costs: Pat
     """Catches a machine that was slower in one run than in the other, taken for a slow drafter."""
     found = read(costs)
     table = CostTable(batches=(1,), drafts=(0, 3), step_ms=((30.0, 48.0),), draft_ms=((2.0, 9.0),))
-    assert found.plain_ms(table, 1) == 28.0
-    assert found.plain_ms(found.tables["eagle3"], 1) == 10.0
+    assert found.plain_ms(table, 1, 100) == 28.0
+    assert found.plain_ms(found.tables["eagle3"], 1, 100) == 10.0
+
+
+def test_costs_by_context_count_at_the_requests_own(studied: Path, costs: Path) -> None:
+    """Drafts that pay at short contexts and lose at long ones; the runs' requests are short."""
+    short = {method: ratios[ALL] for method, ratios in ratios_of(studied, costs).items()}
+    for method, step_ms in STEP_MS.items():
+        own = CostTable(batches=(1, 4), drafts=(0, 3), step_ms=(step_ms,) * 2)
+        dear = CostTable(batches=(1, 4), drafts=(0, 3), step_ms=((50.0, 500.0),) * 2)
+        table = over_contexts({10_000: own, 90_000: dear})
+        (costs / method / "costs.json").write_text(json.dumps(table.as_json()), encoding="utf-8")
+    found = ratios_of(studied, costs)
+    assert {method: ratios[ALL] for method, ratios in found.items()} == short
+    for rows in studied.glob("*/requests.jsonl"):
+        edit_rows(rows.parent, lambda row: row.update(prompt_token_ids=[0] * 95_000))
+    for method, ratios in ratios_of(studied, costs).items():
+        before, ratio = short[method], ratios[ALL]
+        assert before is not None
+        plain, drafting = 10.0, STEP_MS[method][1]
+        assert ratio == pytest.approx(before * (50.0 / 500.0) / (plain / drafting))
 
 
 def test_suffix_decoding_takes_the_rows_of_its_drafts(studied: Path, costs: Path) -> None:
