@@ -27,6 +27,7 @@ from tiny_targets import run_config
 
 from hydraspec.config.options import DSparkOptions
 from hydraspec.config.schema import DraftSampling, PerStep, Verification, Weights
+from hydraspec.engine import slots
 from hydraspec.engine.costs import CostTable
 from hydraspec.engine.schedule import draft_lengths
 from hydraspec.speculators import dspark
@@ -232,6 +233,7 @@ def test_choosing_drafts_by_estimates_does_not_bias(
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(table.as_json()))
     monkeypatch.setattr(draft_lengths, "least_survival", lambda *args: LEAST)
+    monkeypatch.setattr(slots, "RAGGED_SHARE", 0.0)  # steps of two lengths cost no more
     decoded = partial(second_tokens, *(world, prompt, Verification.standard, False), costs=path)
     counts, accepted = decoded(num_requests=MANY_REQUESTS)
     share = len(accepted) / MANY_REQUESTS
