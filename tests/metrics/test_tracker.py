@@ -224,7 +224,10 @@ def test_the_curve_of_k_is_the_mean_since_the_last_point(monkeypatch: pytest.Mon
     meter = Meter([records.request()])
     prompt = replace(record(3), draft_length=6)
     prompt.requests[0].is_prefill = True
-    steps = [replace(record(i), draft_length=length) for i, length in enumerate((4, 0, 3))]
+    steps = [
+        replace(records.step(records.part(0, length, 0), step=i), draft_length=length)
+        for i, length in enumerate((4, 0, 3))
+    ]
     for step, seconds in zip([*steps, prompt, record(4)], (1.0, 0.0, 1.0, 0.0, 1.0), strict=True):
         monkeypatch.setattr(tracker_module, "SECONDS_BETWEEN_POINTS", 1e9 * (seconds == 0.0) - 1)
         sink.on_step(Side.method, step, meter)
