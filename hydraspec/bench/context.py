@@ -17,7 +17,8 @@ import numpy as np
 from hydraspec.bench.benchmark import Benchmark, Column, figure
 from hydraspec.bench.passes import STREAM, make_requests
 from hydraspec.config.benches import context_tokens, drafts_of
-from hydraspec.config.schema import PerStep, RunConfig
+from hydraspec.config.drafts import is_per_step
+from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
@@ -136,7 +137,7 @@ def _time_of(choice: str, row: Json) -> list[float | None]:
 
 def choices_of(config: RunConfig) -> list[str]:
     """Names of the choices of drafts that are timed, none first."""
-    chosen = [AUTO] if config.method.num_speculative_tokens is PerStep.auto else []
+    chosen = [AUTO] if is_per_step(config) else []
     return [PLAIN, *(f"K={k}" for k in drafts_of(config)), *chosen]
 
 

@@ -6,10 +6,11 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from hydraspec.config.choices import choices_of, has_key
+from hydraspec.config.drafts import is_per_step
 from hydraspec.config.engines import NATIVE
 from hydraspec.config.messages import listing
 from hydraspec.config.rules import Rule, at_least, goodput_limits
-from hydraspec.config.schema import PerStep, RunConfig
+from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
 BENCHES = PLAIN, CONTEXT, DECODE, LOAD, SERVE, TURNS = (
@@ -109,17 +110,13 @@ def _is_one_part(c: RunConfig) -> bool:
     return (c.bench.engines, methods_of(c)) == ([c.engine.name], [c.method.name])
 
 
-def _is_per_step(c: RunConfig) -> bool:
-    return c.method.num_speculative_tokens is PerStep.auto
-
-
 def drafts_of(c: RunConfig) -> list[int]:
     """The fixed numbers of drafts that bench=context times: bench.drafts, or by default the
     method's, or with a number chosen for each step some up to the largest."""
     if c.bench.drafts is not None:
         return c.bench.drafts
     most = c.method.most_drafts
-    return [k for k in FIXED if k <= most] if _is_per_step(c) else [most]
+    return [k for k in FIXED if k <= most] if is_per_step(c) else [most]
 
 
 def context_tokens(c: RunConfig) -> int:
@@ -168,7 +165,7 @@ _OF_CONTEXT = (
     ),
     Rule(
         "bench.drafts",
-        lambda drafts, c: drafts is None or _is_per_step(c) or drafts == [c.method.most_drafts],
+        lambda drafts, c: drafts is None or is_per_step(c) or drafts == [c.method.most_drafts],
         "[{c.method.most_drafts}] (method.num_speculative_tokens), or null",
         "holds other numbers than the one that the engine has",
         "add method.num_speculative_tokens=auto",

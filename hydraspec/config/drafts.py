@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hydraspec.config.engines import NATIVE
+from hydraspec.config.engines import NATIVE, VLLM
 from hydraspec.config.messages import refusal
 from hydraspec.config.options import KEY, DSparkOptions, SuffixOptions
 from hydraspec.config.rules import Rule
@@ -18,7 +18,8 @@ def is_synthetic(c: RunConfig) -> bool:
     return c.method.verification is Verification.synthetic
 
 
-def _is_per_step(c: RunConfig) -> bool:
+def is_per_step(c: RunConfig) -> bool:
+    """Returns whether the number of drafts is chosen for each step."""
     return c.method.num_speculative_tokens is PerStep.auto
 
 
@@ -29,7 +30,7 @@ K_PER_STEP = (
         "a number, with engine={c.engine.name} and bench={c.bench.name}",
         "is for runs (bench=none) of engine=native and bench=context",
         "write a number, or choose engine=native and bench=none or bench=context",
-        when=_is_per_step,
+        when=is_per_step,
     ),
     Rule(
         "method.num_speculative_tokens",
@@ -37,14 +38,14 @@ K_PER_STEP = (
         f"1 to {MAX_SPECULATIVE_TOKENS} with method={{c.method.name}}",
         "is of no use where each request has its own number of drafts in each step",
         "write the most that a request may have",
-        when=_is_per_step,
+        when=is_per_step,
     ),
     Rule(
         "method.max_speculative_tokens",
         lambda most, c: 1 <= most <= MAX_SPECULATIVE_TOKENS,
         f"1 to {MAX_SPECULATIVE_TOKENS}",
         remedy="most drafters pay off at 2 to 6",
-        when=_is_per_step,
+        when=is_per_step,
     ),
     *(
         Rule(
@@ -53,7 +54,7 @@ K_PER_STEP = (
             "null",
             "has no meaning with method.num_speculative_tokens={c.method.num_speculative_tokens}",
             "leave the key out, or add method.num_speculative_tokens=auto",
-            when=lambda c: not _is_per_step(c),
+            when=lambda c: not is_per_step(c),
         )
         for key in ("method.max_speculative_tokens", "method.costs")
     ),
@@ -106,14 +107,14 @@ def check_min_survival(config: RunConfig) -> None:
     options, problem = config.method.options, ""
     if not isinstance(options, DSparkOptions) or options.min_survival is None:
         return
-    if _is_per_step(config):
+    if is_per_step(config):
         problem = "leaves out drafts whose number the engine chooses already"
         other, remedy = "method.num_speculative_tokens=auto", "write a number there"
     elif is_synthetic(config):
         problem = "leaves out drafts whose acceptance is drawn"
         other, remedy = "method.verification=synthetic", "choose method.verification=standard"
-    elif config.engine.name == "vllm":
-        problem, other = "is an option of the native engine", "engine=vllm"
+    elif config.engine.name == VLLM:
+        problem, other = "is an option of the native engine", f"engine={VLLM}"
         remedy = "choose engine=native"
     if problem:
         raise refusal(

@@ -109,7 +109,8 @@ def _decode(
 Filled = dict[int, StepTimes]  # by context
 
 
-def _new_times() -> StepTimes:
+def new_times() -> StepTimes:
+    """No timed steps yet, of which outliers will be left out."""
     return StepTimes(OUTLIERS, OUTLIERS)
 
 
@@ -144,7 +145,7 @@ class Costs:
     """
 
     engine: Engine
-    times: StepTimes = field(default_factory=_new_times)
+    times: StepTimes = field(default_factory=new_times)
     filled: Filled = field(default_factory=dict)
     prompt_ms: list[tuple[int, float]] = field(default_factory=list)
 
@@ -170,7 +171,7 @@ class Costs:
 
     def measure_at(self, context: int, answers: Answers, batch: int) -> None:
         """Time a round of `batch` requests with `context` tokens each, whose KV is filled."""
-        times = self.filled.setdefault(context, _new_times())
+        times = self.filled.setdefault(context, new_times())
         requests = [
             replace(request, prompt_token_ids=_repeated(request, context), num_filled=context - 1)
             for request in self._requests(answers, batch)

@@ -11,6 +11,7 @@ from hydraspec.analysis.predict.measure import (
     Filled,
     interleaved,
     joined,
+    new_times,
     read_answers,
     run_loads,
     warm_up,
@@ -177,7 +178,7 @@ class Prediction:
         """Keep the baseline's timed steps of this K with those of the others."""
         kept = [(self.plain_times, slow.times)]
         for context, times in slow.filled.items():
-            kept.append((self.plain_filled.setdefault(context, Costs(slow.engine).times), times))
+            kept.append((self.plain_filled.setdefault(context, new_times()), times))
         for every, times in kept:
             for size, found in times.step_ms.items():
                 every.step_ms[size] += found
