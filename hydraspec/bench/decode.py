@@ -41,6 +41,8 @@ class Decode(Benchmark):
         return len(config.bench.batches)
 
     def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
+        largest = config.bench.batches[-1]
+        engine.prepare(requests_of(config, engine, largest, config.bench.output_tokens))
         for batch in config.bench.batches:
             yield _time_batch(config, engine, batch)
 

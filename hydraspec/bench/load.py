@@ -54,6 +54,7 @@ class Load(Benchmark):
 
     def rows(self, config: RunConfig, engine: Engine) -> Iterator[Json]:
         requests = requests_of(config, engine)
+        engine.prepare(requests)
         for number in range(1, config.bench.repeats + 1):
             yield _time_pass(engine, requests, number)
 

@@ -11,6 +11,8 @@ from hydraspec.config.schema import PerStep, RunConfig, Verification
 # Draft buffers, verify rows and captured graphs are K+1 wide for every slot, and even where nine
 # drafts in ten are accepted, the 32nd of a row is reached 3 times in 100.
 MAX_SPECULATIVE_TOKENS = 32
+CHOOSERS = (NATIVE, VLLM)  # engines that choose the number of drafts, and where it can be chosen
+CHOSEN_IN = ("none", "context", "decode", "load")
 
 
 def is_synthetic(c: RunConfig) -> bool:
@@ -26,10 +28,26 @@ def is_per_step(c: RunConfig) -> bool:
 K_PER_STEP = (
     Rule(
         "method.num_speculative_tokens",
-        lambda k, c: c.engine.name == NATIVE and c.bench.name in ("none", "context"),
-        "a number, with engine={c.engine.name} and bench={c.bench.name}",
-        "is for runs (bench=none) of engine=native and bench=context",
-        "write a number, or choose engine=native and bench=none or bench=context",
+        lambda k, c: c.engine.name in CHOOSERS,
+        "a number, with engine={c.engine.name}",
+        "is for engine=native and engine=vllm",
+        "write a number, or choose one of these",
+        when=is_per_step,
+    ),
+    Rule(
+        "method.num_speculative_tokens",
+        lambda k, c: c.bench.name in CHOSEN_IN,
+        "a number, with bench={c.bench.name}",
+        "is for runs (bench=none) and bench=context, decode and load",
+        "write a number, or choose one of these",
+        when=is_per_step,
+    ),
+    Rule(
+        "method.costs",
+        lambda costs, c: costs is None or c.engine.name != VLLM,
+        "null with engine={c.engine.name}",
+        "holds costs of the native engine's steps; vLLM measures its own",
+        "leave the key out",
         when=is_per_step,
     ),
     Rule(

@@ -147,6 +147,10 @@ DRAFTED = {
         (["method=dspark"], {"method": "dspark"}),
         (["target=tiny_qwen3", "method=dflash2"], {"method": "dflash"}),
         (["method.num_speculative_tokens=7"], {"num_speculative_tokens": 7}),
+        (
+            ["method.num_speculative_tokens=auto", "method.max_speculative_tokens=5"],
+            {"num_speculative_tokens": 5, "enable_adaptive_verification": True},
+        ),
         (["method.verification=block"], {"rejection_sample_method": "block"}),
         (["method.draft_sampling=probabilistic"], {"draft_sample_method": "probabilistic"}),
         (

@@ -95,7 +95,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
                 is_baseline=config.method.name == "none",
                 engine=config.engine.name,
                 method=config.method.name,
-                num_speculative_tokens=config.method.num_speculative_tokens,
+                num_speculative_tokens=config.method.most_drafts,
             )
         )
         return built[-1]

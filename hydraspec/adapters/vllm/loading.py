@@ -23,6 +23,7 @@ from hydraspec.adapters.vllm.async_engine import start_data_parallel
 from hydraspec.adapters.vllm.splits import check_devices, check_sizes
 from hydraspec.adapters.vllm.steps import StepStats
 from hydraspec.adapters.vllm.weights import EXTENSION, LOAD_FORMAT, is_known, unequal_weights
+from hydraspec.config.drafts import is_per_step
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Verification, Weights
 from hydraspec.engine.machine import GIB, pick_device
@@ -301,6 +302,8 @@ def _speculation(config: RunConfig, drafter: Path | None) -> dict[str, Any] | No
         options["model"] = str(drafter)
     if method.name == "peagle":
         options["parallel_drafting"] = True
+    if is_per_step(config):
+        options["enable_adaptive_verification"] = True
     if method.name == "ngram":
         options |= asdict(method.options)
     if method.synthetic_acceptance_length is not None:
