@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from hydraspec.bench.passes import STREAM, make_requests
 from hydraspec.config.benches import context_tokens, drafts_of
 from hydraspec.config.drafts import is_per_step
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import Engine
+from hydraspec.engine.base import Engine, closing_run
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.statistics import ratio
 from hydraspec.study.blocks import Block
@@ -168,8 +168,8 @@ class Choice:
         """
         k = self.num_drafts
         milliseconds, num_emitted, num_parts = 0.0, 0, 0
-        with nullcontext() if k is None else self.engine.with_drafts(k):
-            events = self.engine.run(requests, concurrency=None)
+        drafts = nullcontext() if k is None else self.engine.with_drafts(k)
+        with drafts, closing_run(self.engine, requests, None) as events:
             for event in events:
                 if isinstance(event, Completion):
                     raise RuntimeError(f"request {event.index} ended: {event.error}")
@@ -180,8 +180,6 @@ class Choice:
                 num_emitted += sum(len(part.output_token_ids) for part in event.requests)
                 if num_emitted >= len(requests) * num_tokens:
                     break
-            if isinstance(events, Generator):
-                events.close()
         if counts:
             self.tpot_ms.append(milliseconds * len(requests) / num_emitted)
             self.tokens_per_step = num_emitted / num_parts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,3 +227,17 @@ class Engine(ABC):
         """Free the engine's memory at once, even while this object is referenced; further calls are
         undefined. What a baseline shares with it is freed once the baseline is closed too."""
         vars(self).clear()
+
+
+@contextmanager
+def closing_run(
+    engine: Engine, requests: Sequence[Request], concurrency: int | None
+) -> Iterator[Iterator[StepRecord | Completion]]:
+    """Context that yields the events of an engine's run, and closes the run in any case, so that an
+    interrupt leaves the engine usable."""
+    events = engine.run(requests, concurrency=concurrency)
+    try:
+        yield events
+    finally:
+        if isinstance(events, Generator):
+            events.close()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from hydraspec.config.schema import KVDtype, RunConfig
-from hydraspec.engine.base import Engine
-from hydraspec.lab.rounds import Measurement, closing_run
+from hydraspec.engine.base import Engine, closing_run
+from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.kv_agreement import KVCacheAgreement, agreement
 from hydraspec.metrics.paired import balanced
 from hydraspec.types import Completion, ConfigurationError, Request

@@ -7,11 +7,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from hydraspec.engine.base import Built, Engine, StepProfile
+from hydraspec.engine.base import Built, Engine, StepProfile, closing_run
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side, Sink
 from hydraspec.metrics.summary import TeacherForced
@@ -147,20 +147,6 @@ class Measurement:
             meter.add_completion(event)
             for sink in self._sinks:
                 sink.on_completion(side, event, meter)
-
-
-@contextlib.contextmanager
-def closing_run(
-    engine: Engine, requests: Sequence[Request], concurrency: int | None
-) -> Iterator[Iterator[StepRecord | Completion]]:
-    """Context that yields the events of an engine's run, and closes the run in any case, so that an
-    interrupt leaves the engine usable."""
-    events = engine.run(requests, concurrency=concurrency)
-    try:
-        yield events
-    finally:
-        if isinstance(events, Generator):
-            events.close()
 
 
 def _num_rounds(num_requests: int, concurrency: int | None) -> int:

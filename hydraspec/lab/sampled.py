@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import Engine
-from hydraspec.lab.rounds import Measurement, closing_run
+from hydraspec.engine.base import Engine, closing_run
+from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.distribution import ENDED, LEVEL, Samples, same_distribution
 from hydraspec.metrics.lossless import MORE_VARIED
 from hydraspec.metrics.paired import POWER, balanced

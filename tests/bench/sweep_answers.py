@@ -25,8 +25,8 @@ from rich.console import Console
 
 import hydraspec
 from hydraspec.cli.from_python import planned_call
-from hydraspec.engine.base import Engine
-from hydraspec.lab.rounds import Measurement, closing_run
+from hydraspec.engine.base import Engine, closing_run
+from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Request
 from hydraspec.workloads import reading

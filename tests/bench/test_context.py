@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -109,11 +110,16 @@ def test_cells_that_do_not_fit_are_left_out_and_say_so(
     assert "Speed of auto over the best" not in page
 
 
-def test_a_request_that_ends_early_is_no_figure(build: list[FakeEngine]) -> None:
-    choice = context.Choice("none", FakeEngine(Behaviour(error_indices={1})), None)
-    requests = context.requests_of(planned(), choice.engine, 2, 8, 16)
+def test_a_request_that_ends_early_is_no_figure_and_the_run_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine(Behaviour(error_indices={1}))
+    requests = context.requests_of(planned(), engine, 2, 8, 16)
+    events = engine.run(requests, concurrency=None)
+    monkeypatch.setattr(engine, "run", lambda *args, **kwargs: events)
     with pytest.raises(RuntimeError, match="request 1 ended: prompt is too long"):
-        choice.run(requests, 8)
+        context.Choice("none", engine, None).run(requests, 8)
+    assert inspect.getgeneratorstate(events) == inspect.GEN_CLOSED  # type: ignore[arg-type]
 
 
 def test_a_cell_out_of_time_has_one_round_at_least(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
 from hydraspec.analysis.predict.model import Acceptance, measured_acceptance
-from hydraspec.engine.base import Engine
+from hydraspec.engine.base import Engine, closing_run
 from hydraspec.engine.costs import CostTable, StepTimes, full_size, over_contexts
 from hydraspec.errors import ConfigurationError
-from hydraspec.lab.rounds import Measurement, closing_run
+from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Completion, Request, StepRecord
