@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hydraspec.errors import ConfigurationError
-from hydraspec.types import StepRecord
+from hydraspec.types import Request, StepRecord
 
 SCHEMA_VERSION = 2  # 1 had no contexts
 READABLE = (1, SCHEMA_VERSION)
@@ -219,6 +219,14 @@ class StepTimes:
             draft_ms=grid(self.draft_ms) if has_phases else None,
             rates=tuple(rates),
         )
+
+
+def filled_to(request: Request, context: int) -> Request:
+    """The request with a prompt of `context` tokens, its own again and again, all but the last of
+    which have KV that was never computed."""
+    ids = request.prompt_token_ids or [0]
+    repeated = (ids * -(-context // len(ids)))[:context]
+    return replace(request, prompt_token_ids=repeated, spans=(), images=(), num_filled=context - 1)
 
 
 def from_json(found: object, source: str) -> CostTable:

@@ -11,8 +11,9 @@ from graph_runs import graph_config, make_graph_engine, run_requests, zoo_reques
 
 from hydraspec.config.schema import PerStep
 from hydraspec.engine.cache.noise import fill
+from hydraspec.engine.costs import filled_to
 from hydraspec.engine.native import NativeEngine
-from hydraspec.engine.run.step_costs import TOKENS_PER_RUN, filled, longer_contexts
+from hydraspec.engine.run.step_costs import TOKENS_PER_RUN, longer_contexts
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Completion, Request, StepRecord
@@ -30,7 +31,7 @@ def engine_of(method: str, gib: float | None = None) -> NativeEngine:
 def filled_requests(engine: NativeEngine, count: int, context: int = LENGTH) -> list[Request]:
     requests = zoo_requests(count, ignore_eos=True)
     engine.tokenize(requests)
-    found = [filled(request, context) for request in requests]
+    found = [filled_to(request, context) for request in requests]
     for request in found:
         request.sampling = replace(request.sampling, max_tokens=NUM_TOKENS)
     return found

@@ -9,8 +9,8 @@ import pytest
 from graph_runs import graph_config, make_graph_engine, no_waiting, zoo_requests
 
 from hydraspec.config.schema import Device, Dtype, PerStep, RunConfig, Verification
+from hydraspec.engine.costs import filled_to
 from hydraspec.engine.native import NativeEngine
-from hydraspec.engine.run.step_costs import filled
 from hydraspec.types import Completion, Request
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def write_record(folder: Path) -> Path:
 def filled_requests(engine: NativeEngine, count: int) -> list[Request]:
     requests = zoo_requests(count, ignore_eos=True)
     engine.tokenize(requests)
-    found = [filled(request, CONTEXT) for request in requests]
+    found = [filled_to(request, CONTEXT) for request in requests]
     for request in found:
         request.sampling.max_tokens = NUM_TOKENS
     return found

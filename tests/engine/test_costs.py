@@ -7,8 +7,16 @@ import pytest
 import records
 from records import part
 
-from hydraspec.engine.costs import CostTable, StepTimes, from_json, over_contexts, read
+from hydraspec.engine.costs import (
+    CostTable,
+    StepTimes,
+    filled_to,
+    from_json,
+    over_contexts,
+    read,
+)
 from hydraspec.errors import ConfigurationError
+from hydraspec.types import Request, SamplingParams, Span
 
 TABLE = CostTable(
     batches=(1, 4, 16),
@@ -179,3 +187,16 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path):
     (tmp_path / "text.json").write_text("no json", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="no table of step costs"):
         read(tmp_path / "text.json")
+
+
+@pytest.mark.parametrize(("context", "ids"), [(8, [5, 6, 7, 5, 6, 7, 5, 6]), (2, [5, 6])])
+def test_a_filled_prompt_is_text(context, ids):
+    span = Span(kind="image", start=1, length=2, digest="", may_be_cut=True)
+    request = Request(
+        index=0, id="a", sampling=SamplingParams(), prompt_token_ids=[5, 6, 7], spans=(span,)
+    )
+    found = filled_to(request, context)
+    assert found.prompt_token_ids == ids
+    assert found.num_filled == context - 1
+    assert found.spans == ()
+    assert request.spans == (span,)

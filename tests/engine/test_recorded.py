@@ -16,9 +16,9 @@ from recorded_graphs import RecordedOps
 
 from hydraspec.config.schema import MethodConfig, PerStep, RunConfig, Verification
 from hydraspec.engine.base import Engine
+from hydraspec.engine.costs import filled_to
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.recorded import Recorded, read_recorded
-from hydraspec.engine.run.step_costs import filled
 from hydraspec.errors import ConfigurationError
 from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, StepRecord
@@ -251,7 +251,7 @@ def test_ranks_follow_the_same_record(axis: str, tmp_path: Path) -> None:
     def lab(engine: Engine) -> dict[int, list[int]]:
         requests = long_requests(4)
         engine.tokenize(requests)
-        return accepted_by(engine, [filled(request, 300) for request in requests])
+        return accepted_by(engine, [filled_to(request, 300) for request in requests])
 
     found = over_ranks(layout, config, lab, splits=True)
     assert sorted(found) == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ from statistics import mean, median
 
 from hydraspec.analysis.predict.model import Acceptance, measured_acceptance
 from hydraspec.engine.base import Engine, closing_run
-from hydraspec.engine.costs import CostTable, StepTimes, full_size, over_contexts
+from hydraspec.engine.costs import CostTable, StepTimes, filled_to, full_size, over_contexts
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.meter import Meter
@@ -128,12 +128,6 @@ def joined(
     return over_contexts(tables | {context: table}) if tables else table
 
 
-def _repeated(request: Request, count: int) -> list[int]:
-    """Prompt of `count` tokens: the request's own again and again."""
-    ids = request.tokens.token_ids
-    return (list(ids) * -(-count // len(ids)))[:count]
-
-
 @dataclass(slots=True)
 class Costs:
     """The timed steps of one engine.
@@ -172,10 +166,7 @@ class Costs:
     def measure_at(self, context: int, answers: Answers, batch: int) -> None:
         """Time a round of `batch` requests with `context` tokens each, whose KV is filled."""
         times = self.filled.setdefault(context, new_times())
-        requests = [
-            replace(request, prompt_token_ids=_repeated(request, context), num_filled=context - 1)
-            for request in self._requests(answers, batch)
-        ]
+        requests = [filled_to(request, context) for request in self._requests(answers, batch)]
         self._time(requests, batch, times, [])
 
     def fits(self, context: int, batch: int) -> bool:

@@ -9,7 +9,7 @@ from itertools import cycle
 from statistics import mean
 
 from hydraspec.engine.base import Engine
-from hydraspec.engine.costs import CostTable, StepTimes, over_contexts
+from hydraspec.engine.costs import CostTable, StepTimes, filled_to, over_contexts
 from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.types import Request, StepRecord
@@ -63,7 +63,7 @@ def measure_costs(
             room = engine.most_at_once(longer + TOKENS_PER_RUN) or 0
             plane = Plane(engine, lengths, num_micro_batches)
             plane.measure(
-                [filled(request, longer) for request in firsts],
+                [filled_to(request, longer) for request in firsts],
                 [batch for batch in batches if batch <= room],
             )
             if (table := plane.table()) is not None:
@@ -130,14 +130,6 @@ def longer_contexts(requests: Sequence[Request], context: int) -> list[int]:
     found = [each for each in LADDER if min(prompts) <= each <= longest / APART]
     found += [longest] if longest >= LADDER[0] else []
     return [each for each in found if not context / APART < each < context * APART]
-
-
-def filled(request: Request, context: int) -> Request:
-    """The request with a prompt of `context` tokens, its own again and again, all but the last of
-    which have KV that was never computed."""
-    ids = request.prompt_token_ids or [0]
-    repeated = (ids * -(-context // len(ids)))[:context]
-    return replace(request, prompt_token_ids=repeated, spans=(), images=(), num_filled=context - 1)
 
 
 def _copies(requests: Sequence[Request], count: int) -> list[Request]:
