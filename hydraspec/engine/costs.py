@@ -121,11 +121,6 @@ class CostTable:
         ends = self.contexts[longer - 1 : longer + 1]
         return float(np.interp(context, ends, [at_context(longer - 1), at_context(longer)]))
 
-    def measured(self, batch: int, context: int) -> bool:
-        """Returns whether steps of this batch at this one of `contexts` were measured."""
-        row = self.contexts.index(context) * len(self.batches) + self.batches.index(batch)
-        return bool(self.step_ms[row])
-
     def as_json(self) -> dict[str, Any]:
         """The content of a file that `from_json` takes."""
         content = {"schema_version": SCHEMA_VERSION, **asdict(self)}
