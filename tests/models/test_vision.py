@@ -5,6 +5,7 @@ without an encoder leave the model without one.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from vision_oracle import SHAPES, make_wrapper, oracle_features, random_image, r
 
 from hydraspec.errors import CheckpointError
 from hydraspec.models import image_batch
+from hydraspec.models.gemma4.vision import ClippedLinear
 from hydraspec.models.gemma4.vision_config import read_vision
+from hydraspec.models.place import Place
 from hydraspec.types import Image
 
 TOLERANCE = 1e-4  # of features of order one to four: float32 sums in another order
@@ -69,6 +72,14 @@ def test_random_weights_encode(tmp_path: Path) -> None:
     assert torch.isfinite(first).all()
     assert (first - second).abs().mean() > 0.01
     assert first.std(0).mean() > 0.01
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_bounds_that_are_not_read_yet_are_no_absence_of_bounds(clipped: bool) -> None:
+    place = Place(torch.float32, torch.device("cpu"))
+    linear = ClippedLinear(2, 3, place, clipped=clipped)
+    with pytest.raises(AssertionError, match="call finish") if clipped else nullcontext():
+        linear.forward(torch.ones(1, 2))
 
 
 def test_infinite_bounds_are_no_bounds_and_nan_is_refused(tmp_path: Path) -> None:

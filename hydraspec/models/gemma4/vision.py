@@ -107,6 +107,7 @@ class ClippedLinear(Weights):
     def forward(self, x: Tensor) -> Tensor:
         """Output [T, n] for x [T, k]."""
         if self.bounds is None:
+            assert self.input_min is None, "call finish() first: the bounds are not read yet"
             return self.linear.by_library(x)
         input_min, input_max, output_min, output_max = self.bounds
         x = self.linear.by_library(x.clamp(input_min, input_max))
