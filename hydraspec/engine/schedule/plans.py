@@ -13,7 +13,7 @@ import numpy as np
 
 from hydraspec.engine.cache.kv_cache import KVCache
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
-from hydraspec.engine.schedule.sequence import Scheduled, late_rows
+from hydraspec.engine.schedule.sequence import Scheduled, note_late_rows
 from hydraspec.sampling.flags import GREEDY, flags_from
 from hydraspec.types import (
     Continuations,
@@ -65,7 +65,7 @@ class PlanBuilder:
             segments = _segments(scheduled, seq_lens)
         num_late, rests = None, False
         if self._most_late:
-            num_late, rests = late_rows(scheduled, drafts > 0, self._most_late)
+            num_late, rests = note_late_rows(scheduled, drafts > 0, self._most_late)
         all_greedy, flags = flags_from(item.sequence.needs[item.samples] for item in scheduled)
         return StepPlan(
             slots=slots,

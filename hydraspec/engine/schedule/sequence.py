@@ -148,12 +148,12 @@ class Scheduled:
         return self.seq_len - self.samples
 
 
-def late_rows(
+def note_late_rows(
     scheduled: Iterable[Scheduled], wants_drafts: bool, most: int
 ) -> tuple[np.ndarray | None, bool]:
-    """Rows of each request that the drafter has not run over before a step (None: it has), and
-    whether it leaves out this step's too: where no drafts are wanted, until some request has
-    `most` of them."""
+    """Write the `num_late` that each sequence has after a step. Returns those before it (None: all
+    are 0), and whether the drafter leaves out this step's rows too: where no drafts are wanted,
+    until some request has `most` late rows."""
     items = list(scheduled)
     counts = np.array([item.sequence.num_late for item in items])
     rests = not wants_drafts and all(not item.is_prefill and item.num_rows == 1 for item in items)
