@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     **{
         f"{key} twice": (
             {key: True, "eagle_config": {key: False}},
-            [f"{key} is True, eagle_config.{key} is False"],
+            [f"eagle_config.{key} is False; expected the same as {key}, True"],
         )
         for key in NORMS
     },

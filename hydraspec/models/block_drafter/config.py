@@ -114,27 +114,13 @@ def _common(keys: ConfigReader, found: Detected) -> dict[str, Any]:
     """Fields that all formats spell alike."""
     size = "block_size" if keys.get("block_size") is not None else f"{PART}.block_size"
     softcap = keys.get("final_logit_softcapping", keys.get(f"{PART}.final_logit_softcapping"))
-    key = "draft_vocab_size"
     return {
         "method": found.method,
         "format": found.format,
         "block_size": keys.count(size, least=LEAST_BLOCK),
-        "draft_vocab_size": keys.count(key) if keys.get(key) is not None else None,
+        "draft_vocab_size": keys.optional_count("draft_vocab_size"),
         "softcap": None if softcap is None else keys.number("final_logit_softcapping", softcap),
     }
-
-
-def _flag(keys: ConfigReader, *names: str) -> bool | None:
-    """A flag under any of some keys; None if all are absent. Raises CheckpointError for a value of
-    another type, and if they contradict each other."""
-    found = {name: keys.get(name) for name in names if keys.get(name) is not None}
-    for name, value in found.items():
-        if not isinstance(value, bool):
-            raise keys.fail(name, "true or false: mend the config")
-        if value != next(iter(found.values())):
-            first = next(iter(found))
-            raise keys.fail(name, f"the same as {first}, {found[first]}: mend the config")
-    return next(iter(found.values()), None)
 
 
 def _mask_token(keys: ConfigReader, *names: str) -> int:
@@ -177,10 +163,9 @@ def _read_speculators(keys: ConfigReader, found: Detected, opened: Checkpoint) -
         raise keys.fail(
             "aux_hidden_state_layer_ids", "the target's layers that it reads: download it again"
         )
-    from_anchor = _flag(keys, "sample_from_anchor")
-    sees_all = _flag(keys, "sliding_window_non_causal")
+    from_anchor = keys.flag("sample_from_anchor")
+    sees_all = keys.flag("sliding_window_non_causal")
     sees_all = found.method == "dflash2" if sees_all is None else sees_all
-    width = "target_hidden_size"
     return BlockConfig(
         **_common(keys, found),
         layers=_sliding(layers),
@@ -188,7 +173,7 @@ def _read_speculators(keys: ConfigReader, found: Detected, opened: Checkpoint) -
         mask_token_id=_mask_token(keys, "mask_token_id"),
         samples_anchor=found.method == "dspark" if from_anchor is None else from_anchor,
         is_sliding_causal=not sees_all,
-        target_hidden_size=keys.count(width) if keys.get(width) is not None else None,
+        target_hidden_size=keys.optional_count("target_hidden_size"),
     )
 
 
@@ -202,11 +187,11 @@ def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> Bloc
         kinds = [SLIDING] * keys.count("num_hidden_layers")
         layers |= {"sliding_window": window, "layer_types": kinds}
     depth = "num_target_layers"
-    num_target_layers = keys.count(depth) if keys.get(depth) is not None else None
+    num_target_layers = keys.optional_count(depth)
     outputs = _layer_numbers(keys, f"{PART}.target_layer_ids", "target_layer_ids")
     if outputs is None:
         outputs = spread_layers(keys.count(depth), keys.count("num_hidden_layers"))
-    causal = _flag(keys, f"{PART}.causal", "is_causal")
+    causal = keys.flag(f"{PART}.causal", "is_causal")
     layers = _sliding(layers)
     notes: tuple[str, ...] = ()
     if causal is None and SLIDING in (layers.get("layer_types") or ()):
@@ -219,7 +204,7 @@ def _read_z_lab(keys: ConfigReader, found: Detected, opened: Checkpoint) -> Bloc
         layers=layers,
         aux_layer_ids=ids_of_layer_outputs(outputs),
         mask_token_id=_mask_token(keys, f"{PART}.mask_token_id", "mask_token_id"),
-        samples_anchor=bool(_flag(keys, f"{PART}.sample_from_anchor")),
+        samples_anchor=bool(keys.flag(f"{PART}.sample_from_anchor")),
         is_causal=bool(causal),
         is_sliding_causal=causal is not False,
         scales_embedding=True,
@@ -235,7 +220,6 @@ def _read_deepspec(keys: ConfigReader, found: Detected, opened: Checkpoint) -> B
     outputs = _layer_numbers(keys, "target_layer_ids", least=-1)
     if outputs is None:
         raise keys.fail("target_layer_ids", "the target's layers that it reads: download it again")
-    depth = "num_target_layers"
     is_gemma = architectures_of(opened.config) == GEMMA_ARCHITECTURE
     return BlockConfig(
         **_common(keys, found),
@@ -245,7 +229,7 @@ def _read_deepspec(keys: ConfigReader, found: Detected, opened: Checkpoint) -> B
         aux_layer_ids=ids_of_layer_outputs(outputs),
         mask_token_id=_mask_token(keys, "mask_token_id"),
         samples_anchor=True,
-        num_target_layers=keys.count(depth) if keys.get(depth) is not None else None,
+        num_target_layers=keys.optional_count("num_target_layers"),
     )
 
 
@@ -255,8 +239,8 @@ def _with_heads(config: BlockConfig, keys: ConfigReader) -> BlockConfig:
     kind = keys.get("markov_head_type", MARKOV_KINDS[0])
     if rank and kind not in MARKOV_KINDS:
         raise keys.fail("markov_head_type", f"one of {', '.join(MARKOV_KINDS)}")
-    has_confidence = _flag(keys, "enable_confidence_head")
-    reads_markov = _flag(keys, "confidence_head_with_markov")
+    has_confidence = keys.flag("enable_confidence_head")
+    reads_markov = keys.flag("confidence_head_with_markov")
     has_confidence = config.format == SPECULATORS if has_confidence is None else has_confidence
     reads_markov = reads_markov is not False
     if has_confidence and reads_markov and not rank:

@@ -43,6 +43,22 @@ class ConfigReader:
             raise self.fail(key, f"an integer of at most {MAX_COUNT}")
         return value
 
+    def optional_count(self, *keys: str) -> int | None:
+        """The count of the first of these keys that is given; None where all are absent or null."""
+        return next((self.count(key) for key in keys if self.get(key) is not None), None)
+
+    def flag(self, *keys: str) -> bool | None:
+        """The flag under these keys; None where all are absent or null. Raises CheckpointError for
+        a value of another type, and where two of the keys contradict each other."""
+        found = {key: value for key in keys if (value := self.get(key)) is not None}
+        for key, value in found.items():
+            if not isinstance(value, bool):
+                raise self.fail(key, "true or false: mend the config")
+            first = next(iter(found))
+            if value != found[first]:
+                raise self.fail(key, f"the same as {first}, {found[first]}: mend the config")
+        return next(iter(found.values()), None)
+
     def number(
         self,
         key: str,

@@ -90,7 +90,7 @@ def _supports_mm_inputs(opened: Checkpoint) -> bool:
     where, name = str(opened.folder), PARTS[0]
     part = part_of(opened.config, name, where)
     paths = {f"{name}.{key}": value for key, value in part.items()}
-    return bool(_flag(ConfigReader(opened.config | paths, where), "supports_mm_inputs"))
+    return bool(ConfigReader(opened.config | paths, where).flag(*_everywhere("supports_mm_inputs")))
 
 
 # ------------------------------------------------------------------ EAGLE-3 and P-EAGLE
@@ -106,7 +106,7 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
     layers = _layers(raw if found.format != SPECULATORS else _nested(keys))
     _refuse_uncomputed(keys, layers)
     ids, notes = _aux_layer_ids(keys)
-    norms_residual = _flag(keys, "norm_before_residual")
+    norms_residual = keys.flag(*_everywhere("norm_before_residual"))
     if norms_residual is None:
         norms_residual, note = _silent_norm(found.format, method, raw, where)
         notes += (note,)
@@ -115,14 +115,14 @@ def _read_eagle3(opened: Checkpoint, method: str, found: Detected) -> EagleConfi
         format=found.format,
         layers=layers,
         aux_layer_ids=ids,
-        num_aux=_count(keys, *_everywhere("num_aux_hidden_states", "num_aux_layers")),
-        use_aux=_flag(keys, "use_aux_hidden_state") is not False,
-        norm_before_fc=bool(_flag(keys, "norm_before_fc")),
-        fc_norm=bool(_flag(keys, "fc_norm")),
+        num_aux=keys.optional_count(*_everywhere("num_aux_hidden_states", "num_aux_layers")),
+        use_aux=keys.flag(*_everywhere("use_aux_hidden_state")) is not False,
+        norm_before_fc=bool(keys.flag(*_everywhere("norm_before_fc"))),
+        fc_norm=bool(keys.flag(*_everywhere("fc_norm"))),
         norm_before_residual=norms_residual,
-        norm_output=bool(_flag(keys, "norm_output")),
-        target_hidden_size=_count(keys, "target_hidden_size"),
-        draft_vocab_size=_count(keys, "draft_vocab_size"),
+        norm_output=bool(keys.flag(*_everywhere("norm_output"))),
+        target_hidden_size=keys.optional_count("target_hidden_size"),
+        draft_vocab_size=keys.optional_count("draft_vocab_size"),
         notes=notes,
     )
     if config.norm_before_fc and config.fc_norm:
@@ -156,21 +156,6 @@ def _everywhere(*names: str) -> list[str]:
     return [path for name in names for path in (name, f"eagle_config.{name}")]
 
 
-def _flag(keys: ConfigReader, key: str) -> bool | None:
-    """A flag, top level or under eagle_config; None where it is absent or null in both."""
-    found = {name: keys.get(name) for name in _everywhere(key) if keys.get(name) is not None}
-    if len(set(map(str, found.values()))) > 1:
-        both = ", ".join(f"{name} is {value!r}" for name, value in found.items())
-        raise CheckpointError(
-            f"config.json of {keys.where!r} contradicts itself: {both}; expected the same in both: "
-            "mend the config"
-        )
-    for name, value in found.items():
-        if not isinstance(value, bool):
-            raise keys.fail(name, "true or false: mend the config")
-    return next(iter(found.values()), None)
-
-
 def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tuple[bool, str]:
     """The value of norm_before_residual for a config that does not give it: the default of vLLM's
     loader (ADR 17); and a note for the user. The class that writes speculators folders has another
@@ -193,7 +178,7 @@ def _silent_norm(form: str, method: str, raw: dict[str, Any], where: str) -> tup
 
 def _refuse_uncomputed(keys: ConfigReader, layers: dict[str, Any]) -> None:
     for key, computed in COMPUTED.items():
-        if _flag(keys, key) not in (None, computed):
+        if keys.flag(*_everywhere(key)) not in (None, computed):
             name = next(name for name in _everywhere(key) if keys.get(name) is not None)
             raise keys.fail(
                 name,
@@ -340,8 +325,3 @@ def _layers(raw: dict[str, Any]) -> dict[str, Any]:
         heads = layers.get("num_attention_heads")
         layers = {"num_key_value_heads": heads} | layers | {"model_type": "mistral"}
     return layers
-
-
-def _count(keys: ConfigReader, *names: str) -> int | None:
-    """The first count of these keys; None where all are absent or null."""
-    return next((keys.count(name) for name in names if keys.get(name) is not None), None)

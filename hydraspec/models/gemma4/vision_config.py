@@ -111,10 +111,7 @@ def _side(reader: ConfigReader, name: str) -> int:
 
 
 def _switch(reader: ConfigReader, name: str) -> bool:
-    value = reader.get(f"{KEY}.{name}", False)
-    if not isinstance(value, bool):
-        raise reader.fail(f"{KEY}.{name}", "true or false: mend the config")
-    return value
+    return bool(reader.flag(f"{KEY}.{name}"))
 
 
 def _unified(reader: ConfigReader) -> UnifiedShape:
