@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hydraspec.zoo.recipe.block_heads import BlockHead, BlockShape
@@ -16,9 +14,10 @@ from hydraspec.zoo.recipe.draft_files import (
     MAX_POSITIONS,
     SPECULATORS_VERSION,
     proposals,
+    read_tensors,
     vocabulary_tensors,
 )
-from hydraspec.zoo.recipe.modeling import write_tensors
+from hydraspec.zoo.recipe.modeling import write_json, write_tensors
 from hydraspec.zoo.recipe.recipes import FULL, SLIDING
 from hydraspec.zoo.recipe.train_block import build
 
@@ -32,18 +31,13 @@ def save_block(head: BlockHead, recipe: BlockRecipe, target: PreTrainedModel, fo
     if recipe.format == "speculators":
         state.pop("embed_tokens.weight", None)  # the target's
     write_tensors(folder, state)
-    config = _config(head, recipe, target)
-    (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+    write_json(folder / "config.json", _config(head, recipe, target))
 
 
 def load_block(folder: Path, recipe: BlockRecipe, target: PreTrainedModel) -> BlockHead:
     """A saved head in float32, on the target's device."""
     head = build(recipe, target.config)
-    state = load_file(folder / "model.safetensors")
-    offsets = state.pop("d2t", None)
-    state.pop("t2d", None)
-    if offsets is not None:
-        head.token_ids = (offsets + torch.arange(len(offsets))).to(target.device)
+    state = read_tensors(head, folder, target.device)
     if recipe.own_tables and "embed_tokens.weight" not in state:
         state["embed_tokens.weight"] = target.get_input_embeddings().weight
     head.load_state_dict({k: v.float() for k, v in state.items()})

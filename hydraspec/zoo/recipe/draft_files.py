@@ -6,7 +6,6 @@ is a part of its target's file, in DeepSeek-V3's layout.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from transformers import PreTrainedModel
 
 from hydraspec.models.checkpoint.mistral_names import consolidated_name, half_split, interleaved
 from hydraspec.models.checkpoint.mistral_names import hugging_face_name as plain_name
+from hydraspec.zoo.recipe.block_heads import BlockHead
 from hydraspec.zoo.recipe.draft_heads import DraftHead, Eagle1Head, Eagle3Head, LayerShape, MTPHead
-from hydraspec.zoo.recipe.modeling import ROUTER_BIAS, write_tensors
+from hydraspec.zoo.recipe.modeling import ROUTER_BIAS, write_json, write_tensors
 from hydraspec.zoo.recipe.recipes import CHECKPOINTS, DraftRecipe
 from hydraspec.zoo.recipe.train_drafter import MASK_TOKEN_ID, build
 
@@ -41,13 +41,13 @@ def save_head(head: DraftHead, recipe: DraftRecipe, target: PreTrainedModel, fol
         _save_mtp(head, target, folder)
     elif isinstance(head, Eagle1Head):
         write_tensors(folder, _to_consolidated(state, head.layer), "consolidated")
-        _write(folder / "params.json", _params(head, target))
+        write_json(folder / "params.json", _params(head, target))
     else:
         assert isinstance(head, Eagle3Head)
         if head.token_ids is not None:
             state |= vocabulary_tensors(head.token_ids, head.shape.vocab_size)
         write_tensors(folder, state)
-        _write(folder / "config.json", _speculators_config(head, recipe, target))
+        write_json(folder / "config.json", _speculators_config(head, recipe, target))
 
 
 def vocabulary_tensors(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -56,6 +56,18 @@ def vocabulary_tensors(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     marks = torch.zeros(vocab_size, dtype=torch.bool)
     marks[ids] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+
+
+def read_tensors(
+    head: DraftHead | BlockHead, folder: Path, device: torch.device
+) -> dict[str, Tensor]:
+    """Read the weights of a saved head, and set its `token_ids` where the file has a vocabulary."""
+    state: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    offsets = state.pop("d2t", None)
+    state.pop("t2d", None)
+    if offsets is not None:
+        head.token_ids = (offsets + torch.arange(len(offsets))).to(device)
+    return state
 
 
 def proposals(
@@ -78,17 +90,9 @@ def load_head(folder: Path, recipe: DraftRecipe, target: PreTrainedModel) -> Dra
     elif isinstance(head, Eagle1Head):
         state = _from_consolidated(load_file(folder / "consolidated.safetensors"), head.layer)
     else:
-        state = load_file(folder / "model.safetensors")
-        offsets = state.pop("d2t", None)
-        state.pop("t2d", None)
-        if offsets is not None:
-            head.token_ids = (offsets + torch.arange(len(offsets))).to(target.device)
+        state = read_tensors(head, folder, target.device)
     head.load_state_dict({k: v.float() for k, v in state.items()})
     return head.to(target.device).eval()
-
-
-def _write(path: Path, config: dict[str, Any]) -> None:
-    path.write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
 
 
 # ------------------------------------------------------------------ speculators

@@ -320,3 +320,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], name: str = "model")
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
     path.chmod(0o644)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as a JSON file, its keys in order."""
+    path.write_text(json.dumps(dict(sorted(content.items())), indent=2) + "\n")

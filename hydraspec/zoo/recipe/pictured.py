@@ -29,6 +29,7 @@ from hydraspec.zoo.recipe.modeling import (
     load_target,
     run_target,
     vary_layer_scalars,
+    write_json,
 )
 from hydraspec.zoo.recipe.pictured_recipes import (
     BEGIN_ID,
@@ -157,14 +158,10 @@ def save_tokenizer(folder: Path) -> None:
     names = ("boi_token", "image_token", "eoi_token")
     settings |= dict(zip(names, MARKS.values(), strict=True))
     settings["extra_special_tokens"] += MARKS.values()
-    _write(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokens = PreTrainedTokenizerFast.from_pretrained(str(folder))
     assert [tokens.convert_tokens_to_ids(mark) for mark in MARKS.values()] == list(MARKS)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(dict(sorted(content.items())), indent=2) + "\n")
 
 
 def save_target(wrapper: Any, folder: Path, stop_tokens: list[int]) -> None:
@@ -180,14 +177,14 @@ def save_target(wrapper: Any, folder: Path, stop_tokens: list[int]) -> None:
     vision = config["vision_config"]
     config["vision_config"] = {k: v for k, v in vision.items() if k not in (*GENERIC, "dtype")}
     config["eos_token_id"] = config["text_config"]["eos_token_id"] = stop_tokens
-    _write(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     processor = {
         "image_processor_type": "Gemma4ImageProcessor",
         "max_soft_tokens": FORM.max_tokens,
         "patch_size": FORM.patch_size,
         "pooling_kernel_size": FORM.pooling,
     }
-    _write(
+    write_json(
         folder / "processor_config.json",
         {
             "image_processor": processor,
