@@ -31,6 +31,7 @@ class StepCost:
 
     step_ms: float  # the whole step: verifying the drafts, sampling, drafting the next ones
     draft_ms: float | None  # the part of it that is drafting; None: not measured
+    ragged_ms: float | None = None  # see CostTable
 
     @property
     def verify_ms(self) -> float | None:
@@ -55,14 +56,17 @@ class CostTable:
     drafts: tuple[int, ...]  # drafts per request (K), ascending
     step_ms: Grid  # an empty row: not measured, as the KV of such a batch does not fit
     draft_ms: Grid | None = None  # the part of step_ms that is drafting; None: not measured
+    # What steps take longer in which requests verify one of two numbers of drafts, by their mean,
+    # drafting of the larger number apart if draft_ms is known; None: not measured.
+    ragged_ms: Grid | None = None
     # Share of draft i accepted after i accepted ones, in the measured steps; empty: unknown.
     rates: tuple[float, ...] = ()
     contexts: tuple[int, ...] = ()  # tokens of a request in the KV cache, ascending; empty: unknown
 
     def __post_init__(self) -> None:
         self._check_axes()
-        for name, grid in (("step_ms", self.step_ms), ("draft_ms", self.draft_ms)):
-            if grid is not None:
+        for name in ("step_ms", "draft_ms", "ragged_ms"):
+            if (grid := getattr(self, name)) is not None:
                 self._check_grid(name, grid)
         for steps, parts in zip(self.step_ms, self.draft_ms or (), strict=False):
             if any(part > step for step, part in zip(steps, parts, strict=True)):
@@ -96,19 +100,19 @@ class CostTable:
         if not all(least_ms <= each < math.inf for row in grid for each in row):
             raise ValueError(f"{name} has a time that is not positive and finite")
 
-    def at(self, batch: float, num_drafts: int, context: float | None = None) -> StepCost:
+    def at(self, batch: float, num_drafts: float, context: float | None = None) -> StepCost:
         """The cost of a step of `batch` requests with `num_drafts` each and `context` tokens each
         in the KV cache (None: the shortest measured): linear between measured neighbours, and
         outside the measured range that of the nearest edge. At a context with fewer batches than
         others the largest one there is that edge."""
-        return StepCost(
-            step_ms=self._between(self.step_ms, batch, num_drafts, context),
-            draft_ms=None
-            if self.draft_ms is None
-            else self._between(self.draft_ms, batch, num_drafts, context),
+        where = batch, num_drafts, context
+        draft_ms, ragged_ms = (
+            None if grid is None else self._between(grid, *where)
+            for grid in (self.draft_ms, self.ragged_ms)
         )
+        return StepCost(self._between(self.step_ms, *where), draft_ms, ragged_ms)
 
-    def _between(self, grid: Grid, batch: float, num_drafts: int, context: float | None) -> float:
+    def _between(self, grid: Grid, batch: float, num_drafts: float, context: float | None) -> float:
         def at_context(index: int) -> float:
             rows = grid[index * len(self.batches) : (index + 1) * len(self.batches)]
             known = [(at, row) for at, row in zip(self.batches, rows, strict=True) if row]
@@ -124,7 +128,7 @@ class CostTable:
     def as_json(self) -> dict[str, Any]:
         """The content of a file that `from_json` takes."""
         content = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        for optional in ("rates", "contexts"):
+        for optional in ("rates", "contexts", "ragged_ms"):
             if not content[optional]:
                 del content[optional]
         return content
@@ -152,12 +156,14 @@ def over_contexts(tables: Mapping[int, CostTable], rates: Sequence[float] = ()) 
         drafts=tables[contexts[0]].drafts,
         step_ms=step_ms,
         draft_ms=grid(lambda table: table.draft_ms),
+        ragged_ms=grid(lambda table: table.ragged_ms),
         rates=tuple(rates),
         contexts=tuple(contexts),
     )
 
 
 Size = tuple[int, int]  # of a step: its requests, and the drafts of each
+HALF = -1  # in place of the drafts of each: half of the requests verify K drafts, the others none
 
 
 def full_size(record: StepRecord) -> Size | None:
@@ -170,9 +176,19 @@ def full_size(record: StepRecord) -> Size | None:
     return len(record.requests), width
 
 
+def half_size(record: StepRecord) -> Size | None:
+    """The size of a step in which half of the requests verify the drafts that the step was planned
+    for, the others none; None for any other step."""
+    widths = sorted(-1 if part.is_prefill else part.num_rows - 1 for part in record.requests)
+    half, most = len(widths) // 2, record.draft_length
+    is_half = half and most and widths == [0] * (len(widths) - half) + [most] * half
+    return (len(widths), HALF) if is_half else None
+
+
 @dataclass(slots=True)
 class StepTimes:
-    """Milliseconds of decode steps in which every request verifies and proposes K drafts.
+    """Milliseconds of decode steps in which every request verifies and proposes K drafts, and of
+    those with `half_size`.
 
     Attributes:
         fastest, slowest: shares of the times of a size that its typical time leaves out.
@@ -186,8 +202,8 @@ class StepTimes:
     draft_ms: dict[Size, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, record: StepRecord) -> None:
-        """Keep the times of a step to which `full_size` gives a size."""
-        if (size := full_size(record)) is None:
+        """Keep the times of a step to which `full_size` or `half_size` gives a size."""
+        if (size := full_size(record) or half_size(record)) is None:
             return
         self.step_ms[size].append(record.total_ms)
         if (drafting := record.phase_ms.get("propose")) is not None:
@@ -233,12 +249,13 @@ def from_json(found: object, source: str) -> CostTable:
     try:
         if not isinstance(found, Mapping) or found.get("schema_version") not in READABLE:
             raise ValueError(f"schema_version is not {' or '.join(map(str, READABLE))}")
-        draft_ms = found["draft_ms"]
+        draft_ms, ragged_ms = found["draft_ms"], found.get("ragged_ms")
         return CostTable(
             batches=tuple(_whole(each) for each in found["batches"]),
             drafts=tuple(_whole(each) for each in found["drafts"]),
             step_ms=_grid(found["step_ms"]),
             draft_ms=None if draft_ms is None else _grid(draft_ms),
+            ragged_ms=None if ragged_ms is None else _grid(ragged_ms),
             rates=tuple(float(each) for each in found.get("rates", ())),
             contexts=tuple(_whole(each) for each in found.get("contexts", ())),
         )

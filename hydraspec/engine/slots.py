@@ -16,8 +16,10 @@ from functools import cache
 
 import numpy as np
 
-# Time that a step with two numbers of drafts takes longer than one of equally many rows: on a CPU
-# each number is a segment of attention of its own.
+from hydraspec.engine.costs import CostTable
+
+# Share that a step with two numbers of drafts takes longer than one of equally many rows, by tables
+# in which it was not measured.
 RAGGED_SHARE = 0.08
 
 
@@ -28,13 +30,28 @@ class LengthCosts:
     offered: tuple[int, ...]  # N lengths, rising from 0
     verify_ms: np.ndarray  # [N] with as many drafts for every request, without drafting
     draft_ms: np.ndarray  # [N] of drafting so many; 0 where it is a part of verify_ms
+    ragged_ms: np.ndarray  # [N] what a step with two numbers of drafts takes longer, by their mean
+
+    @classmethod
+    def of(
+        cls, table: CostTable, offered: Sequence[int], batch: int, context: float | None
+    ) -> LengthCosts:
+        """Costs of steps of `batch` requests with `context` tokens each, see CostTable.at."""
+        each = [table.at(batch, length, context) for length in offered]
+        draft_ms = np.array([cost.draft_ms or 0.0 for cost in each])
+        verify_ms = np.array([cost.step_ms for cost in each]) - draft_ms
+        ragged_ms = RAGGED_SHARE * verify_ms
+        if table.ragged_ms is not None:
+            ragged_ms = np.array([cost.ragged_ms for cost in each])
+        return cls(tuple(offered), verify_ms, draft_ms, ragged_ms)
 
     def step_ms(self, mean: np.ndarray, most: np.ndarray, is_ragged: np.ndarray) -> np.ndarray:
         """Times [...] of steps that verify `mean` drafts a request and propose offered[most]."""
-        verify: np.ndarray = np.interp(mean, self.offered, self.verify_ms)
-        verify *= 1 + RAGGED_SHARE * is_ragged
-        verify += self.draft_ms[most]
-        return verify
+        found: np.ndarray = np.interp(mean, self.offered, self.ragged_ms)
+        found *= is_ragged
+        found += np.interp(mean, self.offered, self.verify_ms)
+        found += self.draft_ms[most]
+        return found
 
 
 @dataclass(slots=True, frozen=True)

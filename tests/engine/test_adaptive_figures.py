@@ -20,7 +20,6 @@ from records import request
 from hydraspec.config.schema import Dtype, PerStep
 from hydraspec.engine.costs import CostTable
 from hydraspec.engine.native import NativeEngine
-from hydraspec.engine.slots import RAGGED_SHARE
 from hydraspec.metrics.meter import Meter, finished_pairs
 from hydraspec.metrics.paired import PairedRatio, paired_ratio
 from hydraspec.types import Completion, Request, StepRecord
@@ -111,8 +110,8 @@ def cost_of(table: CostTable, drafts: Sequence[int], length: int | None) -> floa
     verifying, drafting = (table.at(len(drafts), n) for n in (fmean(drafts), length))
     assert verifying.verify_ms is not None
     assert drafting.draft_ms is not None
-    is_ragged = len(set(drafts)) > 1
-    return verifying.verify_ms * (1 + RAGGED_SHARE * is_ragged) + drafting.draft_ms
+    ragged_ms = (verifying.ragged_ms or 0.0) * (len(set(drafts)) > 1)
+    return verifying.verify_ms + ragged_ms + drafting.draft_ms
 
 
 def speed_ratio(ours: Sequence[Part], theirs: Sequence[Part], at_once: int) -> PairedRatio:

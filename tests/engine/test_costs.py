@@ -8,13 +8,16 @@ import records
 from records import part
 
 from hydraspec.engine.costs import (
+    HALF,
     CostTable,
     StepTimes,
     filled_to,
     from_json,
+    half_size,
     over_contexts,
     read,
 )
+from hydraspec.engine.run.step_costs import with_ragged
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Request, SamplingParams, Span
 
@@ -72,6 +75,38 @@ def test_only_steps_in_which_all_requests_verify_all_drafts_are_timed():
         batches=(2,), drafts=(2,), step_ms=((5.0,),), draft_ms=((2.0,),)
     )
     assert times.table([1], [1]).draft_ms is None
+
+
+def test_a_step_of_two_numbers_of_drafts_is_timed_apart():
+    """Half of the requests with K drafts, the rest with none, where K are proposed."""
+    assert half_size(step([2, 0, 0], 1.0, draft_length=2)) == (3, HALF)
+    assert half_size(step([0, 2, 2, 0], 1.0, draft_length=2)) == (4, HALF)
+    for widths, length in (([2, 2, 0], 2), ([2, 0], 3), ([2, 1], 2), ([2], 2), ([0, 0], 0)):
+        assert half_size(step(widths, 1.0, draft_length=length)) is None
+    assert half_size(step([0, 2], 1.0, draft_length=2, prefill=True)) is None
+
+
+def test_what_ragged_steps_take_longer():
+    """With drafting timed a share of verification: 5 - 1 ms are verified in place of 2.5. Without,
+    milliseconds for each draft by which the mean is below K: 1 at 1 of 2 drafts."""
+    times = StepTimes()
+    times.step_ms[2, HALF] = [5.0] * 3
+    eager = CostTable(
+        batches=(1, 2),
+        drafts=(0, 2),
+        step_ms=((1.0, 2.0), (2.0, 4.0)),
+        draft_ms=((0.0, 1.0), (0.0, 1.0)),
+    )
+    found = with_ragged(eager, times).ragged_ms
+    assert found[0] == (0.0, 0.0)
+    assert found[1] == pytest.approx((2.0 * 0.6, 3.0 * 0.6))
+    graphs = replace(eager, step_ms=((1.0, 2.0), (2.0, 6.0)), draft_ms=None)
+    found = with_ragged(graphs, times)
+    assert found.ragged_ms == ((0.0, 0.0), (2.0, 0.0))
+    assert found.at(2, 1).step_ms + found.at(2, 1).ragged_ms == 5.0
+    times.step_ms[2, HALF] = [1.0]  # noise: it is never charged less than equal rows
+    assert with_ragged(graphs, times).ragged_ms[1] == (0.0, 0.0)
+    assert from_json(json.loads(json.dumps(found.as_json())), "a") == found
 
 
 @pytest.mark.parametrize(

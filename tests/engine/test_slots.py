@@ -7,8 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from hydraspec.engine.costs import HALF, CostTable, StepTimes
+from hydraspec.engine.run.step_costs import with_ragged
 from hydraspec.engine.slots import (
-    RAGGED_SHARE,
     LengthCosts,
     accepted_by_length,
     best_allocation,
@@ -24,7 +25,9 @@ MOST = OFFERED[-1]
 def random_costs(rng: np.random.Generator) -> LengthCosts:
     steps = np.concatenate(([rng.uniform(0.5, 2)], rng.uniform(0, 0.5, len(OFFERED) - 1)))
     drafting = np.concatenate(([0.0], rng.uniform(0, 0.3, len(OFFERED) - 1)))
-    return LengthCosts(OFFERED, steps.cumsum(), drafting.cumsum())
+    return LengthCosts(
+        OFFERED, steps.cumsum(), drafting.cumsum(), rng.uniform(0, 0.2, len(OFFERED))
+    )
 
 
 def random_survivals(rng: np.random.Generator, num_requests: int) -> np.ndarray:
@@ -37,7 +40,8 @@ def cost_of(counts: tuple[int, ...], costs: LengthCosts) -> float:
     verify = float(np.interp(sum(counts) / len(counts), OFFERED, costs.verify_ms))
     is_ragged = len(set(counts)) > 1
     drafting = float(costs.draft_ms[OFFERED.index(max(counts))])
-    return verify * (1 + RAGGED_SHARE * is_ragged) + drafting
+    ragged = float(np.interp(sum(counts) / len(counts), OFFERED, costs.ragged_ms))
+    return verify + ragged * is_ragged + drafting
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -60,9 +64,29 @@ def test_no_choice_of_two_lengths_is_better(seed: int) -> None:
 
 
 def test_equal_requests_have_equally_many_drafts() -> None:
-    costs = LengthCosts(OFFERED, np.array([1.0, 1.1, 1.2, 1.4]), np.zeros(4))
+    costs = LengthCosts(OFFERED, np.array([1.0, 1.1, 1.2, 1.4]), np.zeros(4), np.zeros(4))
     survivals = np.tile(np.cumprod([0.9] * MOST), (6, 1))
     assert best_allocation(accepted_by_length(survivals, OFFERED), costs).counts.tolist() == [4] * 6
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_lengths_never_pay_where_they_cost_the_rows_of_the_longer(seed: int) -> None:
+    """A device that pads a ragged step to its widest request, by what was measured of one such
+    step; the same requests get two lengths where rows are packed."""
+    rng = np.random.default_rng(seed)
+    survivals = np.cumprod(
+        np.where(np.arange(8)[:, None] < 4, 0.02, rng.uniform(0.8, 1, (8, 1))) * np.ones((8, MOST)),
+        axis=1,
+    )
+    accepted = accepted_by_length(survivals, OFFERED)
+    steps = tuple(10.0 + 2 * n for n in OFFERED)
+    plain = CostTable(batches=(8,), drafts=OFFERED, step_ms=(steps,))
+    for half_ms, num_lengths in ((steps[-1], 1), (plain.at(8, MOST / 2).step_ms, 2)):
+        times = StepTimes()
+        times.step_ms[8, HALF] = [half_ms] * 12
+        costs = LengthCosts.of(with_ragged(plain, times), OFFERED, 8, None)
+        counts = best_allocation(accepted, costs).counts
+        assert len(set(counts.tolist())) == num_lengths, half_ms
 
 
 def test_the_least_survival_is_that_of_a_row_which_pays_for_itself() -> None:
@@ -70,7 +94,7 @@ def test_the_least_survival_is_that_of_a_row_which_pays_for_itself() -> None:
     just below it lowers it."""
     num_requests, row_ms = 5, 0.05
     verify = 1 + row_ms * num_requests * np.array(OFFERED)
-    costs = LengthCosts(OFFERED, verify, np.zeros(4))
+    costs = LengthCosts(OFFERED, verify, np.zeros(4), np.zeros(4))
     tokens, ms = 9.0, 2.0
     least = least_survival(costs, num_requests, tokens / ms)
     assert (tokens + 1.01 * least) / (ms + row_ms) > tokens / ms

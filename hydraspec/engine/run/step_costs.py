@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import mean
 
+import numpy as np
+
 from hydraspec.engine.base import Engine
-from hydraspec.engine.costs import CostTable, StepTimes, filled_to, over_contexts
+from hydraspec.engine.costs import HALF, CostTable, StepTimes, filled_to, over_contexts
 from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.types import Request, StepRecord
@@ -42,9 +44,10 @@ def measure_costs(
 
     First at the mean context of the requests' own steps, then with filled KV at the contexts of
     `longer_contexts`, there without the batches that do not fit. Draft lengths alternate from step
-    to step and batches from run to run, so that a machine that gets slower does so for all. Which
-    steps run depends on the requests alone, so that ranks run the same steps. The table's rates of
-    acceptance come from the requests' own steps.
+    to step and batches from run to run, so that a machine that gets slower does so for all; the
+    last of them is K for half of the requests and 0 for the others. Which steps run depends on the
+    requests alone, so that ranks run the same steps. The table's rates of acceptance come from the
+    requests' own steps.
     """
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
@@ -52,7 +55,7 @@ def measure_costs(
     plane = Plane(engine, lengths, num_micro_batches)
     # A drafter that has rested makes up for it in the first step after one without drafts: half of
     # the steps with one draft are not the first, and the slower half of them is left out.
-    lengths.follow(cycle((0, 1, *lengths.offered[1:])))
+    lengths.follow(cycle((0, 1, *lengths.offered[1:], (0, lengths.offered[-1]))))
     try:
         plane.measure(firsts, batches)
         if (table := plane.table()) is None:
@@ -106,12 +109,17 @@ class Plane:
                     ]
 
     def _is_known(self, size: int) -> bool:
-        return all(len(self.times.step_ms[size, n]) >= NUM_STEPS for n in self.lengths.offered)
+        wanted = [*self.lengths.offered, *[HALF] * (size > 1)]
+        return all(len(self.times.step_ms[size, n]) >= NUM_STEPS for n in wanted)
 
     def table(self) -> CostTable | None:
         """Costs of the sizes of which enough steps ran; None: of none."""
         known = [size for size in self.sizes if self._is_known(size)]
-        return _never_falling(self.times.table(known, self.lengths.offered)) if known else None
+        if not known:
+            return None
+        return with_ragged(
+            _never_falling(self.times.table(known, self.lengths.offered)), self.times
+        )
 
     def mean_context(self) -> int:
         """Mean tokens of a request of a timed step in the KV cache, 1 at least."""
@@ -157,6 +165,30 @@ def _never_falling(table: CostTable) -> CostTable:
     pairs = zip(table.draft_ms or (), step_ms, strict=False)
     draft_ms = tuple(tuple(map(min, drafting, steps)) for drafting, steps in pairs)
     return replace(table, step_ms=step_ms, draft_ms=draft_ms or None)
+
+
+def with_ragged(table: CostTable, times: StepTimes) -> CostTable:
+    """The table with what ragged steps take longer, from the timed steps of `half_size`.
+
+    Where drafting is timed (eager steps on a CPU) it is a share of verification: each number of
+    drafts is a segment of attention of its own. Elsewhere (graphs of ragged steps, which propose K
+    drafts) it is the same milliseconds for each draft that the mean is below K.
+    """
+    most, rows = table.drafts[-1], list[tuple[float, ...]]()
+    for batch, steps in zip(table.batches, table.step_ms, strict=True):
+        mean_drafts, extra = most * (batch // 2) / batch, 0.0
+        equal = table.at(batch, mean_drafts)
+        if half := times.step_ms[batch, HALF]:
+            extra = times.typical(half) - equal.step_ms
+        if table.draft_ms is None:
+            per_draft = max(0.0, extra) / (most - mean_drafts)
+            rows.append(tuple(per_draft * (most - n) for n in table.drafts))
+            continue
+        parts = table.draft_ms[len(rows)]
+        drafting = float(np.interp(mean_drafts, table.drafts, parts))
+        share = max(0.0, extra - (parts[-1] - drafting)) / (equal.step_ms - drafting)
+        rows.append(tuple(share * (a - b) for a, b in zip(steps, parts, strict=True)))
+    return replace(table, ragged_ms=tuple(rows))
 
 
 def rising(values: Sequence[float]) -> list[float]:

@@ -137,9 +137,9 @@ class DraftLengths:
         self._acceptance = RequestAcceptance(self.offered[-1], measured, self._num_slots)
         self._last: int | None = None  # index of the last longest length that was no trial
         self._num_same = 0  # choices of it in a row
-        # [2, N] by requests in the step, and tokens of each in the cache.
+        # [3, N] by requests in the step, and tokens of each in the cache.
         self._known_ms: dict[tuple[int, int], np.ndarray] = {}
-        self._recent_ms: np.ndarray | None = None  # [2, N] mean costs of recent steps, see _costs
+        self._recent_ms: np.ndarray | None = None  # [3, N] mean costs of recent steps, see _costs
         self._saved_ms = 0.0  # saved up for a trial
         self._trial: list[int] = []  # lengths of the further steps of a trial
 
@@ -149,7 +149,7 @@ class DraftLengths:
 
     def follow(self, script: Iterable[int | Sequence[int]] | None) -> None:
         """Take lengths from `script` instead of choosing, to measure costs: one for every request,
-        or one by slot, in turns; None: choose again."""
+        or one by place in the step, in turns; None: choose again."""
         self._script = None if script is None else iter(script)
 
     def choose_for(self, likely: Sequence[Offered], num_requests: int) -> int:
@@ -180,7 +180,7 @@ class DraftLengths:
         that were proposed for the first of these, see Draft, if the others verify none; None: not
         estimated. context: tokens of a request in the KV cache, on average."""
         if self._script is not None:
-            return _by_script(next(self._script), slots)
+            return _by_script(next(self._script), len(slots))
         if self.costs is None:
             return ChosenDrafts([self.offered[-1]] * len(slots), self.offered[-1])
         costs = self._costs(self.costs, num_requests, context // CONTEXT_STEP)
@@ -222,10 +222,9 @@ class DraftLengths:
         found = self._known_ms.get((num_requests, context))
         if found is None:
             tokens = (context + 0.5) * CONTEXT_STEP
-            each = [table.at(num_requests, length, tokens) for length in self.offered]
-            step = np.array([cost.step_ms for cost in each])
-            draft = np.array([cost.draft_ms or 0.0 for cost in each])
-            found = self._known_ms[num_requests, context] = np.stack((step - draft, draft))
+            each = LengthCosts.of(table, self.offered, num_requests, tokens)
+            found = np.stack((each.verify_ms, each.draft_ms, each.ragged_ms))
+            self._known_ms[num_requests, context] = found
         if self._recent_ms is None:
             self._recent_ms = found
         self._recent_ms = self._recent_ms + COSTS_OF_STEP * (found - self._recent_ms)
@@ -252,6 +251,6 @@ class DraftLengths:
         return length
 
 
-def _by_script(lengths: int | Sequence[int], slots: Sequence[int]) -> ChosenDrafts:
+def _by_script(lengths: int | Sequence[int], num_requests: int) -> ChosenDrafts:
     each = [lengths] if isinstance(lengths, int) else lengths
-    return ChosenDrafts([each[slot % len(each)] for slot in slots], max(each))
+    return ChosenDrafts([each[i % len(each)] for i in range(num_requests)], max(each))
