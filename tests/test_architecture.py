@@ -60,8 +60,8 @@ MAY_IMPORT = {
         *("lab.environment", "lab.folder", "workloads", "signals"),
     },
     "analysis.predict": {
-        *("types", "config", "engine.base", "engine.costs", "factory", "metrics", "study"),
-        *("lab.environment", "lab.folder", "lab.rounds", "workloads", "signals"),
+        *("types", "config", "engine.base", "engine.costs", "engine.slots", "factory", "metrics"),
+        *("lab.environment", "lab.folder", "lab.rounds", "workloads", "signals", "study"),
     },
     "analysis.replay": {"config", "metrics", "study"},
     "zoo": {"types", "config", "models", "workloads"},

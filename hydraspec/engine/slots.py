@@ -53,6 +53,11 @@ class LengthCosts:
         found += self.draft_ms[most]
         return found
 
+    def of_step(self, counts: np.ndarray) -> float:
+        """Milliseconds of the step whose requests verify `counts` [B] drafts."""
+        most, is_ragged = self.offered.index(int(counts.max())), counts.min() < counts.max()
+        return float(self.step_ms(counts.mean(), np.array(most), is_ragged))
+
 
 @dataclass(slots=True, frozen=True)
 class Allocation:

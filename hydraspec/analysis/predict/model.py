@@ -5,7 +5,7 @@ The module measures nothing and knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -116,6 +116,13 @@ class Load:
     concurrency: int
     parts: Sequence[tuple[int, int]]
 
+    def mean_context(self, running: Mapping[int, int]) -> int:
+        """Mean tokens of these requests, each with so many tokens to come, in the KV cache."""
+        tokens = sum(
+            self.prompts[i] + self.cached[i] + self.outputs[i] - left for i, left in running.items()
+        )
+        return round(tokens / len(running))
+
 
 @dataclass(slots=True, frozen=True)
 class Speed:
@@ -131,17 +138,35 @@ class Speed:
         return 1000 * self.num_tokens / self.milliseconds if self.milliseconds else 0.0
 
 
+@dataclass(slots=True, frozen=True)
+class Step:
+    """A decode step of some requests."""
+
+    counts: np.ndarray  # [B] int64, drafts that each verifies
+    milliseconds: float
+
+
+# From the requests that decode, and the mean tokens of each in the KV cache.
+Steps = Callable[[Sequence[int], int], Step]
+
+
+def equal_steps(costs: CostTable, num_drafts: int) -> Steps:
+    """Steps in which every request verifies `num_drafts` drafts."""
+    step_ms = cache(lambda batch, context: costs.at(batch, num_drafts, context).step_ms)
+    return lambda requests, context: Step(
+        np.full(len(requests), num_drafts), step_ms(len(requests), context)
+    )
+
+
 def simulate(
     load: Load,
-    costs: CostTable,
-    num_drafts: int,
+    steps: Steps,
     *,
     ms_per_prompt_row: float,
     acceptance: Acceptance | None = None,
     max_rows: int,
 ) -> Speed:
-    """The decode speed of a load whose steps cost as in the table, each at the mean context of its
-    requests.
+    """The decode speed of a load with such steps, each at the mean context of its requests.
 
     A request emits one token with its prompt, then each step 1 + the accepted drafts, and leaves
     after its last token; the next one joins in the following step. Prompts read beside decodes add
@@ -153,7 +178,6 @@ def simulate(
         max_rows: the most token rows of a step.
     """
     rng = np.random.default_rng(SEED)
-    step_ms = cache(lambda batch, context: costs.at(batch, num_drafts, context).step_ms)
     num_tokens = milliseconds = 0.0
     for _ in range(1 if acceptance is None else NUM_DRAWS):
         for first, end in load.parts:
@@ -164,18 +188,15 @@ def simulate(
             while waiting or reading or running:
                 while waiting and len(running) + len(reading) < load.concurrency:
                     reading.append(waiting.pop())
-                decodes = list(running)
-                num_rows = len(decodes) * (1 + num_drafts)
+                decodes, num_rows = list(running), 0
+                if decodes:
+                    step = steps(decodes, load.mean_context(running))
+                    num_rows = len(decodes) + int(step.counts.sum())
                 num_read, reading, done = _read(reading, left, max_rows - num_rows)
                 if decodes:
-                    tokens = sum(
-                        load.prompts[i] + load.cached[i] + load.outputs[i] - running[i]
-                        for i in decodes
-                    )
-                    context = round(tokens / len(decodes))
-                    took = step_ms(len(decodes), context) + num_read * ms_per_prompt_row
+                    took = step.milliseconds + num_read * ms_per_prompt_row
                     milliseconds += took * num_rows / (num_rows + num_read)
-                    emitted = _emitted(decodes, acceptance, num_drafts, rng)
+                    emitted = _emitted(decodes, acceptance, step.counts, rng)
                     for request, count in zip(decodes, emitted, strict=True):
                         count = min(count, running[request])
                         num_tokens += count
@@ -205,11 +226,11 @@ def _read(
 def _emitted(
     requests: Sequence[int],
     acceptance: Acceptance | None,
-    num_drafts: int,
+    counts: np.ndarray,
     rng: np.random.Generator,
 ) -> list[int]:
     if acceptance is None:
         return [1] * len(requests)
     drawn = rng.random(len(requests))[:, None]
-    accepted = (drawn < acceptance.survival[requests, :num_drafts]).sum(axis=1)
-    return [1 + int(count) for count in accepted]
+    accepted = (drawn < acceptance.survival[requests]).sum(axis=1)
+    return [1 + int(count) for count in np.minimum(accepted, counts)]

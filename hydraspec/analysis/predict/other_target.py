@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hydraspec.analysis.predict.auto import auto_steps, in_batches
 from hydraspec.engine import costs as step_costs
 from hydraspec.engine.costs import CostTable
 from hydraspec.metrics.assessment import as_interval
@@ -101,11 +102,15 @@ def extended(made: Study, runs: Runs, costs: TargetCosts) -> Study:
             for job in (one.job for one in group.jobs)
             if (by_scope := predicted(job, costs)) is not None
         }
+        auto = dict[str, Mapping[str, PairedRatio]]()
+        for job in sorted((one.job for one in group.jobs), key=_most_drafts):
+            if (by_scope := by_request(job, costs)) is not None:
+                auto[f"{job.drafter}, by request"] = by_scope  # of the job with the most drafts
         if found:
             about = f"At the step costs of {costs.target}"
             if group.title:
                 about += f", {group.title}"
-            sections.append(_section(about, group, found, costs))
+            sections.append(_section(about, group, found, auto, costs))
             verdicts.append(_verdict(about, found))
     without = sorted(
         {job.runs[0].summary["method"] for job in runs.jobs if not job.is_plain}
@@ -120,35 +125,85 @@ def extended(made: Study, runs: Runs, costs: TargetCosts) -> Study:
     )
 
 
+def _most_drafts(job: Job) -> int:
+    most = job.summary["num_speculative_tokens"]
+    return most if isinstance(most, int) else 0
+
+
 def predicted(job: Job, costs: TargetCosts) -> dict[str, PairedRatio] | None:
     """Speedups by scope, ALL and the categories; None for a job without drafts, with K chosen per
     step, or whose drafter's costs are not known. Intervals are over requests."""
-    summary = job.runs[0].summary
-    table, most = costs.of(summary["method"]), summary["num_speculative_tokens"]
-    if job.is_plain or table is None or not isinstance(most, int):
+    if (load := _Load.of(job, costs)) is None:
         return None
-    batch = summary["concurrency"] or summary["num_requests"]
-    rows = [
-        row
-        for run in job.runs
-        for row in run.rows
-        if row["finish_reason"] != "error" and row.get("decode_steps")
-    ]
-    if not rows:
+    steps = range(load.most_drafts + 1)
+    step_ms = [load.table.at(load.batch, k, load.context).step_ms for k in steps]
+    varies = job.runs[0].summary["method"] in VARY
+    return load.ratios(
+        [
+            _of_varying(row, step_ms) if varies else row["decode_steps"] * step_ms[-1]
+            for row in load.rows
+        ]
+    )
+
+
+def by_request(job: Job, costs: TargetCosts) -> dict[str, PairedRatio] | None:
+    """Speedups as `predicted`, with at most the job's drafts, chosen by request as the engine does
+    at these costs from how often each request accepted its own; None also where drafts vary."""
+    load = _Load.of(job, costs)
+    if load is None or job.runs[0].summary["method"] in VARY:
         return None
-    context = _mean_context(rows)
-    step_ms = [table.at(batch, k, context).step_ms for k in range(most + 1)]
-    varies, plain_ms = summary["method"] in VARY, costs.plain_ms(table, batch, context)
-    times: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        took = _of_varying(row, step_ms) if varies else row["decode_steps"] * step_ms[-1]
-        pair = plain_ms * row["decode_tokens"], took
-        for scope in {ALL, row["category"] or ALL}:
-            times.setdefault(scope, []).append(pair)
-    return {
-        scope: paired_ratio(np.array(pairs).T, (1, -1), at_once=None)
-        for scope, pairs in times.items()
-    }
+    accepted = np.array([row["accepted_per_position"] for row in load.rows], float)
+    survivals = accepted / np.array([max(1, row["num_drafts"]) for row in load.rows])[:, None]
+    steps = auto_steps(load.table, survivals, range(load.most_drafts + 1))
+    took = list[float]()
+    for step in in_batches(steps, len(load.rows), load.batch, round(load.context)):
+        for count in step.counts[: len(load.rows) - len(took)]:
+            row, survival = load.rows[len(took)], survivals[len(took)]
+            took.append(row["decode_tokens"] / (1 + survival[:count].sum()) * step.milliseconds)
+    return load.ratios(took)
+
+
+@dataclass(slots=True, frozen=True)
+class _Load:
+    """A job's requests beside the costs of its drafter's steps."""
+
+    table: CostTable
+    most_drafts: int
+    batch: int
+    rows: Sequence[Json]
+    context: float
+    plain_ms: float
+
+    @classmethod
+    def of(cls, job: Job, costs: TargetCosts) -> _Load | None:
+        """None: see `predicted`."""
+        summary = job.runs[0].summary
+        table, most = costs.of(summary["method"]), summary["num_speculative_tokens"]
+        if job.is_plain or table is None or not isinstance(most, int):
+            return None
+        batch = summary["concurrency"] or summary["num_requests"]
+        rows = [
+            row
+            for run in job.runs
+            for row in run.rows
+            if row["finish_reason"] != "error" and row.get("decode_steps")
+        ]
+        if not rows:
+            return None
+        context = _mean_context(rows)
+        return cls(table, most, batch, rows, context, costs.plain_ms(table, batch, context))
+
+    def ratios(self, took: Sequence[float]) -> dict[str, PairedRatio]:
+        """Speedups by scope, of requests that take so many milliseconds."""
+        times: dict[str, list[tuple[float, float]]] = {}
+        for row, milliseconds in zip(self.rows, took, strict=True):
+            pair = self.plain_ms * row["decode_tokens"], milliseconds
+            for scope in {ALL, row["category"] or ALL}:
+                times.setdefault(scope, []).append(pair)
+        return {
+            scope: paired_ratio(np.array(pairs).T, (1, -1), at_once=None)
+            for scope, pairs in times.items()
+        }
 
 
 def _mean_context(rows: Sequence[Json]) -> float:
@@ -181,7 +236,7 @@ def _scopes(found: ByJob) -> list[str]:
     return list(dict.fromkeys(scope for ratios in found.values() for scope in ratios))
 
 
-def _section(about: str, group: Group, found: ByJob, costs: TargetCosts) -> Section:
+def _section(about: str, group: Group, found: ByJob, auto: ByJob, costs: TargetCosts) -> Section:
     scopes = _scopes(found)
     best = {scope: _best(found, scope) for scope in scopes}
     lines = [
@@ -198,12 +253,23 @@ def _section(about: str, group: Group, found: ByJob, costs: TargetCosts) -> Sect
         )
         for name, ratios in found.items()
     ]
+    lines += [
+        Line(
+            cells=[
+                name,
+                *(estimate(as_interval(ratios.get(scope)), "x") for scope in scopes),
+            ]
+        )
+        for name, ratios in auto.items()
+    ]
     block = Block(
         title="Predicted speedup by category",
         note=f"{BEST}: the highest of the category, where it is above 1. These runs' steps and "
         f"accepted drafts, at the milliseconds of {costs.target}'s steps on {costs.device}; a "
         "drafter that is trained for it may be right more or less often. Suffix decoding has rows "
-        "for the drafts of a request alone, which is a lower bound of its time where several run.",
+        "for the drafts of a request alone, which is a lower bound of its time where several run. "
+        "By request: up to K drafts as method.num_speculative_tokens=auto chooses them, with what "
+        "each request accepts known.",
         table=Table(header=["job", *(scope or "all" for scope in scopes)], lines=lines),
     )
     folders = [run.folder for one in group.jobs for run in one.job.runs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from hydraspec.analysis.predict.auto import auto_steps, gain, with_plain
 from hydraspec.analysis.predict.measure import (
     Answers,
     Costs,
@@ -20,14 +21,16 @@ from hydraspec.analysis.predict.model import (
     Acceptance,
     Load,
     Speed,
+    Steps,
     assumed_acceptance,
     break_even,
     constant_rate,
+    equal_steps,
     simulate,
 )
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.engine.base import Engine
-from hydraspec.engine.costs import StepTimes
+from hydraspec.engine.costs import CostTable, StepTimes
 from hydraspec.errors import WorkloadError
 from hydraspec.metrics.assessment import as_interval
 from hydraspec.metrics.files import Json
@@ -78,6 +81,7 @@ class Prediction:
         plain_times: timed steps of the baseline beside them.
         drafter_filled, plain_filled: the same by context, in filled caches.
         cells: speedups by K, context and requests at once, see `map_cells`.
+        prompt_row_ms: milliseconds of a prompt's token, of the last K that was measured.
     """
 
     config: RunConfig
@@ -93,6 +97,7 @@ class Prediction:
     drafter_filled: Filled = field(default_factory=dict)
     plain_filled: Filled = field(default_factory=dict)
     cells: list[Json] = field(default_factory=list)
+    prompt_row_ms: float = 0.0
 
     @classmethod
     def begin(
@@ -166,6 +171,7 @@ class Prediction:
         rounds = ROUNDS - (ROUNDS // 2 if measured else 0)
         interleaved(costs, self.answers, batches, rounds, contexts)
         fast.split(self.answers, batches)
+        self.prompt_row_ms = fast.ms_per_prompt_row(batches)
         self._keep_plain(slow)
         self.cells += map_cells(fast, slow, self.acceptance, contexts, self.wanted.concurrencies)
         for concurrency in self.wanted.concurrencies:
@@ -214,7 +220,15 @@ class Prediction:
         num_drafts = fast.num_drafts
         context = self.answers.mean_context
         method, plain = (each.table(self.batches, context) for each in (fast, slow))
-        with_drafts, without = (self._speed(each, concurrency) for each in (fast, slow))
+        with_drafts, without = (
+            self._speed(
+                equal_steps(table, costs.num_drafts),
+                concurrency,
+                costs.ms_per_prompt_row(self.batches),
+                num_drafts=costs.num_drafts,
+            )
+            for table, costs in ((method, fast), (plain, slow))
+        )
         if not without.num_tokens:
             raise WorkloadError(NOTHING_DECODED)
         needed = break_even(method, plain, concurrency, num_drafts, context)
@@ -234,7 +248,9 @@ class Prediction:
             "error": None,
         }
 
-    def _speed(self, costs: Costs, concurrency: int) -> Speed:
+    def _speed(
+        self, steps: Steps, concurrency: int, ms_per_prompt_row: float, *, num_drafts: int
+    ) -> Speed:
         requests, parts = self._parts(concurrency)
         ended = [self.answers.completions[request.index] for request in requests]
         load = Load(
@@ -246,12 +262,35 @@ class Prediction:
         )
         return simulate(
             load,
-            costs.table(self.batches, self.answers.mean_context),
-            costs.num_drafts,
-            ms_per_prompt_row=costs.ms_per_prompt_row(self.batches),
-            acceptance=self.acceptance if costs.num_drafts else None,
+            steps,
+            ms_per_prompt_row=ms_per_prompt_row,
+            acceptance=self.acceptance if num_drafts else None,
             max_rows=self.config.engine.max_num_batched_tokens,
         )
+
+    def _auto(self, method: CostTable, plain: CostTable) -> list[Json]:
+        """Speedups with the drafts of each request chosen among those that were measured, by
+        concurrency and then by cell of the map."""
+        costs, survival = with_plain(method, plain), self.acceptance.survival
+        most, found = costs.drafts[-1], list[Json]()
+        for concurrency in self.wanted.concurrencies:
+            fast, slow = (
+                self._speed(steps, concurrency, self.prompt_row_ms, num_drafts=drafts)
+                for steps, drafts in (
+                    (auto_steps(costs, survival, costs.drafts), most),
+                    (equal_steps(plain, 0), 0),
+                )
+            )
+            ratio = fast.tokens_per_second / slow.tokens_per_second
+            found.append({"concurrency": concurrency, "context": None, "speedup": ratio})
+        best: dict[tuple[int, int], float] = {}
+        for cell in self.cells:
+            place = cell["concurrency"], cell["context"]
+            best[place] = max(best.get(place, 1.0), cell["speedup"])
+        for (batch, context), ratio in best.items():
+            ratio *= gain(costs, survival, batch, context)
+            found.append({"concurrency": batch, "context": context, "speedup": ratio})
+        return found
 
     def as_json(self) -> Json:
         """The content of predict.json; see docs/outputs/predict.md."""
@@ -260,6 +299,8 @@ class Prediction:
         errors = [abs(row["error"]) for row in rows if row["error"] is not None]
         drafts = sorted({row["num_speculative_tokens"] for row in rows})
         own = {KEY: self.facts[KEY]}
+        method = self._table(self.drafter_times, self.drafter_filled, drafts)
+        plain = self._table(self.plain_times, self.plain_filled, [0])
         return {
             "schema_version": SCHEMA_VERSION,
             **self.facts,
@@ -272,16 +313,17 @@ class Prediction:
             "predictions": rows,
             "best": [_best(rows, c) for c in self.wanted.concurrencies],
             "map": self.cells,
+            "auto": self._auto(method, plain),
             "warnings": [*self.notes, *_losing(rows)],
             "mean_absolute_error": sum(errors) / len(errors) if errors else None,
             "costs": {
-                "method": self._table(self.drafter_times, self.drafter_filled, drafts) | own,
-                "plain": self._table(self.plain_times, self.plain_filled, [0]) | own,
+                "method": method.as_json() | own,
+                "plain": plain.as_json() | own,
             },
         }
 
-    def _table(self, own: StepTimes, filled: Filled, drafts: Sequence[int]) -> Json:
-        return joined(own, filled, self.answers.mean_context, self.batches, drafts).as_json()
+    def _table(self, own: StepTimes, filled: Filled, drafts: Sequence[int]) -> CostTable:
+        return joined(own, filled, self.answers.mean_context, self.batches, drafts)
 
 
 def map_cells(

@@ -31,7 +31,7 @@ def progress(*, quiet: bool) -> Callable[[str], None]:
 def show(result: Json, folder: Path, *, quiet: bool) -> None:
     """Print the content of predict.json."""
     console = table_console(WIDTH, quiet=quiet)
-    lines = [*map(cells(result), result["predictions"])]
+    lines = [*map(cells(result), result["predictions"]), *auto_cells(result)]
     print_table(console, title(result), header(result), lines, best=best_rows(result))
     for block in context_map(result):
         print_block(console, block)
@@ -60,11 +60,13 @@ def page_of(result: Json) -> str:
         Line(cells=found, kind=kind)
         for found, kind in zip(map(cells(result), rows), kinds, strict=True)
     ]
+    lines += [Line(cells=found) for found in auto_cells(result)]
     table = Block(
         title="By requests at once and drafts a step",
         note="Green: the best K for so many requests at once; red: slower than without drafts, as "
         "below the break-even acceptance length. The rate is the acceptance, equal at every "
-        "position, that gives this length.",
+        "position, that gives this length. auto: the drafts of each request chosen among these K, "
+        "as the engine chooses them, with what it accepts known.",
         sentences=list(remarks(result)),
         table=Table(header=header(result), lines=lines, num_left=2),
     )
@@ -118,14 +120,18 @@ def context_map(result: Json) -> Iterator[Block]:
     if not by_cell:
         return
     best = {place: max(found, key=lambda c: c["speedup"]) for place, found in by_cell.items()}
+    auto = {(each["concurrency"], each["context"]): each["speedup"] for each in result["auto"]}
     losing = sorted(place for place, cell in best.items() if cell["speedup"] < 1)
     said = [f"{batch} at once with {context:,} tokens each" for batch, context in losing]
     yield map_block(
         "Where drafts pay: the best K by requests at once and context",
         "Speed over none while all requests decode, at the acceptance length of the workload; the "
         "tokens of a request in the KV cache, which is filled and not read. Green: faster than "
-        "none, red: slower with every K.",
-        {place: Cell(_map_text(cell), cell["speedup"]) for place, cell in best.items()},
+        "none, red: slower with every K. Then the speed with the drafts of each request chosen.",
+        {
+            place: Cell(_map_text(cell, auto[place]), cell["speedup"])
+            for place, cell in best.items()
+        },
         sentences=[
             f"No K is faster than none at {'; '.join(said)}."
             if said
@@ -134,8 +140,8 @@ def context_map(result: Json) -> Iterator[Block]:
     )
 
 
-def _map_text(cell: Json) -> str:
-    return f"K={cell['num_speculative_tokens']} {cell['speedup']:.2f}x"
+def _map_text(cell: Json, auto: float) -> str:
+    return f"K={cell['num_speculative_tokens']} {cell['speedup']:.2f}x, auto {auto:.2f}x"
 
 
 def title(result: Json) -> str:
@@ -181,6 +187,15 @@ def cells(result: Json) -> Callable[[Json], list[str]]:
         return [*found, f"{run['speedup']['mean']:.2f}x", interval, f"{row['error']:+.1%}"]
 
     return of
+
+
+def auto_cells(result: Json) -> Iterator[list[str]]:
+    """Yield the cells of a row of the table for each number of requests at once, with the drafts of
+    each request chosen."""
+    for each in result["auto"]:
+        if each["context"] is None:
+            found = [str(each["concurrency"]), "auto", f"{each['speedup']:.2f}x"]
+            yield found + ["-"] * (len(header(result)) - len(found))
 
 
 def best_rows(result: Json) -> list[int]:

@@ -55,6 +55,11 @@ def test_a_map_is_measured_without_long_prompts(
     for cell in found["map"]:
         ratio = cell["plain_step_ms"] / cell["step_ms"]
         assert cell["speedup"] == pytest.approx(length * ratio)
+    (auto, *_) = by_cell = found["auto"]
+    assert [each["context"] for each in by_cell] == [None, 300, 900]
+    assert auto["concurrency"] == 2
+    for cell, each in zip(found["map"], by_cell[1:], strict=True):
+        assert each["speedup"] >= cell["speedup"]
     own, *filled = from_json(found["costs"]["method"], "a").contexts
     assert own < 300
     assert filled == [300, 900]

@@ -8,6 +8,7 @@ from hydraspec.analysis.predict.model import (
     assumed_acceptance,
     break_even,
     constant_rate,
+    equal_steps,
     measured_acceptance,
     simulate,
 )
@@ -31,9 +32,8 @@ def load(outputs, *, concurrency=1, prompt=10, cached=0, parts=None):
 
 
 def speed(of, costs, num_drafts, acceptance=None, *, row_ms=0.0, max_rows=MANY_ROWS):
-    return simulate(
-        of, costs, num_drafts, ms_per_prompt_row=row_ms, acceptance=acceptance, max_rows=max_rows
-    )
+    steps = equal_steps(costs, num_drafts)
+    return simulate(of, steps, ms_per_prompt_row=row_ms, acceptance=acceptance, max_rows=max_rows)
 
 
 def counters(accepted_of_steps, num_drafts=3):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from studied_runs import copied, edit, edit_rows
 
-from hydraspec.analysis.predict.other_target import predicted, read
+from hydraspec.analysis.predict.other_target import by_request, predicted, read
 from hydraspec.engine.costs import CostTable, over_contexts
 from hydraspec.errors import ConfigurationError
 from hydraspec.report import main
@@ -86,6 +86,23 @@ def test_costs_by_context_count_at_the_requests_own(studied: Path, costs: Path) 
         assert ratio == pytest.approx(before * (50.0 / 500.0) / (plain / drafting))
 
 
+def test_drafts_by_request_are_at_least_as_fast_as_k_for_all(studied: Path, costs: Path) -> None:
+    """Half of the requests accept nothing: they get no drafts, the others the job's three."""
+    (job,) = (job for job in read_runs([studied]).jobs if "gemma4_mtp" in job.title)
+    for number, row in enumerate(job.runs[0].rows):
+        row |= {"num_drafts": 4, "accepted_per_position": [0, 0, 0] if number % 2 else [4, 4, 4]}
+        row |= {"decode_steps": 12 if number % 2 else 3, "decode_tokens": 12}
+    found = read(costs)
+    equal, chosen = (of(job, found) for of in (predicted, by_request))
+    assert equal is not None
+    assert chosen is not None
+    assert set(chosen) == set(equal)
+    faster, fast = chosen[ALL].ratio, equal[ALL].ratio
+    assert faster is not None
+    assert fast is not None
+    assert faster > fast
+
+
 def test_suffix_decoding_takes_the_rows_of_its_drafts(studied: Path, costs: Path) -> None:
     """A request of 4 steps: one with 3 drafts, one with 1, two without."""
     (costs / "gemma4_mtp").rename(costs / "ngram")
@@ -111,6 +128,7 @@ def test_the_report_says_which_drafter_at_these_costs(
     assert " math: gemma4_mtp, K=3" in printed
     page = (studied / "study.html").read_text(encoding="utf-8")
     assert "Predicted speedup by category" in page
+    assert "gemma4_mtp, by request" in page
     (costs / "eagle3" / "costs.json").unlink()
     save_costs(costs / "gemma4_mtp", "gemma4_mtp", (10.0, 40.0))
     assert main([str(studied), "--costs", str(costs)]) == 0

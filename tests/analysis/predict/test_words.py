@@ -49,6 +49,7 @@ def result(method: str, *rows: dict[str, Any], best: tuple[int, float]) -> dict[
         "predictions": [*rows],
         "best": [{"concurrency": 4, "num_speculative_tokens": best[0], "speedup": best[1]}],
         "map": [],
+        "auto": [{"concurrency": 4, "context": None, "speedup": 1.6}],
         "warnings": [f"warning {i}" for i in range(8)],
         "mean_absolute_error": None if rows[0]["measured"] is None else 0.123,
     }
@@ -101,16 +102,24 @@ def test_the_map_has_the_best_k_of_each_cell_and_says_where_none_wins() -> None:
         cell(1, 4, 4096, 0.9),
         cell(1, 1, 512, 1.1),
     ]
-    (block,) = context_map({**WINNING, "map": cells})
+    auto = [
+        {"concurrency": c["concurrency"], "context": c["context"], "speedup": c["speedup"] + 0.05}
+        for c in cells
+        if c["speedup"] != 1.2
+    ]
+    mapped = {**WINNING, "map": cells, "auto": [*WINNING["auto"], *auto]}
+    (block,) = context_map(mapped)
     assert block.table is not None
     assert block.table.cells == [
         ["context", "1 at once", "4 at once"],
-        ["512", "K=1 1.10x", "K=3 1.40x"],
-        ["4,096", "does not fit", "K=1 0.90x"],
+        ["512", "K=1 1.10x, auto 1.15x", "K=3 1.40x, auto 1.45x"],
+        ["4,096", "does not fit", "K=1 0.90x, auto 0.95x"],
     ]
     assert block.sentences == ["No K is faster than none at 4 at once with 4,096 tokens each."]
     assert not list(context_map(WINNING))
-    assert '<td class="up3">K=3 1.40x</td>' in page_of({**WINNING, "map": cells})
+    page = page_of(mapped)
+    assert '<td class="up3">K=3 1.40x, auto 1.45x</td>' in page
+    assert '<td class="name">auto</td>' in page
 
 
 def test_the_page_escapes_names() -> None:
