@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 
 import numpy as np
 
@@ -45,8 +45,13 @@ class Context(Benchmark):
     keys = ("batches", "contexts", "output_tokens", "repeats", "cell_timeout_s")
 
     def settings(self, config: RunConfig) -> Json:
-        """The settings, and the names of the choices: the last one is compared with the others."""
-        return {**super().settings(config), "choices": choices_of(config)}
+        """The settings, the names of the choices, of which the last one is compared with the
+        others, and the share of requests whose drafts are all rejected."""
+        return {
+            **super().settings(config),
+            "choices": choices_of(config),
+            "undraftable": config.method.synthetic_undraftable or 0.0,
+        }
 
     def num_rows(self, config: RunConfig) -> int:
         return len(config.bench.batches) * len(config.bench.contexts)
@@ -77,13 +82,21 @@ class Context(Benchmark):
             f"at most {row[key]:.3f} of {name} ({row['batch']} at once, {row['context']:,} tokens)"
             for (name, row), key in zip(named.items(), worst, strict=True)
         ]
-        return f"time per token with {part['rows'][0]['choice']} {' and '.join(words)}"
+        line = f"time per token with {part['rows'][0]['choice']} {' and '.join(words)}"
+        if several := [1 / row["ratio_to_best"] for row in measured if row["batch"] > 1]:
+            line += (
+                f"; {min(several):.2f} to {max(several):.2f} times the speed of the best fixed K "
+                f"with several at once, {geometric_mean(several):.2f} on average"
+            )
+        return line
 
     def comparison_line(self, ours: Json, theirs: Json) -> str:
         return "other engines are not measured here"
 
     def title(self, result: Json) -> str:
-        return f"time per token by batch and context, {result['output_tokens']} tokens out"
+        title = f"time per token by batch and context, {result['output_tokens']} tokens out"
+        share = result["undraftable"]
+        return f"{title}, {share:.0%} of the requests undraftable" if share else title
 
     def columns(self, result: Json) -> list[Column]:
         choices = result["choices"]

@@ -178,4 +178,8 @@ def test_auto_and_fixed_drafts_of_a_shipped_pair(
         assert batch == 1 or steps["K=3"] < one["K=3"]  # the second request is undraftable
     saved = json.loads((tmp_path / "run" / "bench.json").read_text())
     assert saved["choices"] == ["none", "K=1", "K=3", "auto"]
-    assert "Speed of auto over the best" in (tmp_path / "run" / "bench.html").read_text()
+    page = (tmp_path / "run" / "bench.html").read_text()
+    assert "Speed of auto over the best" in page
+    assert "50% of the requests undraftable" in page
+    speeds = [1 / row["ratio_to_best"] for (batch, _), row in by_cell.items() if batch > 1]
+    assert f"{min(speeds):.2f} to {max(speeds):.2f} times the speed of the best fixed K" in page

@@ -222,8 +222,12 @@ def test_equal_costs_give_equal_lengths_and_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_costs_are_measured_once() -> None:
-    engine = make_graph_engine(per_step("gemma4_mtp"), None)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_costs_are_measured_once(is_ahead: bool) -> None:
+    """Steps of which half of the requests verify most drafts among them, also a step ahead."""
+    config = per_step("gemma4_mtp")
+    config.engine.async_scheduling = is_ahead
+    engine = make_graph_engine(config, None)
     requests = zoo_requests(3)
     engine.tokenize(requests)
     assert engine.info.costs is None
@@ -234,6 +238,9 @@ def test_costs_are_measured_once() -> None:
     assert table.drafts == tuple(range(MOST + 1))
     assert table.draft_ms is not None
     assert table.draft_ms[0][0] < table.draft_ms[0][MOST]
+    assert table.ragged_ms is not None
+    assert list(map(len, table.ragged_ms)) == [MOST + 1] * 3
+    assert not any(table.ragged_ms[0])
     assert all(0.5 < rate < 1.0 for rate in table.rates[: MOST - 1])
     engine.prepare(requests)
     assert engine.info.costs is table

@@ -159,6 +159,8 @@ def test_auto_measures_costs_where_a_workload_reaches(monkeypatch: pytest.Monkey
     assert table.contexts[0] < 200 == table.contexts[1]
     assert table.batches == (1, 2, 4)
     assert [bool(row) for row in table.step_ms] == [True] * 8 + [False]
+    assert table.ragged_ms is not None
+    assert list(map(len, table.ragged_ms)) == list(map(len, table.step_ms))
     assert table.at(4, 2, 10_000) == table.at(2, 2, table.contexts[2])
     assert table.at(2, 1).step_ms == table.at(2, 1, table.contexts[0]).step_ms
     assert torch.tensor(table.step_ms[0]).diff().ge(0).all()

@@ -10,7 +10,7 @@ from statistics import mean
 
 import numpy as np
 
-from hydraspec.engine.base import Engine
+from hydraspec.engine.base import Engine, closing_run
 from hydraspec.engine.costs import HALF, CostTable, StepTimes, filled_to, over_contexts
 from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
@@ -92,21 +92,25 @@ class Plane:
         self.counts = AcceptanceCounts(self.lengths.offered[-1])
 
     def measure(self, requests: Sequence[Request], batches: Sequence[int]) -> None:
-        """Run batches of the first requests until enough steps of each size ran."""
+        """Run batches of the first requests, each until a request ends, until enough steps of each
+        size ran."""
         size_of = {batch: -(-batch // self.num_micro_batches) for batch in batches}
         self.sizes = sorted({*size_of.values()})
         for batch in list(batches) * MAX_RUNS:
             if self._is_known(size_of[batch]):
                 continue
-            for event in self.engine.run(_copies(requests, batch), concurrency=None):
-                if isinstance(event, StepRecord):
-                    self.times.add(event)
-                    offered = [len(part.draft_token_ids) for part in event.requests]
-                    found = outcomes(event.requests, self.lengths.offered[-1])
-                    self.counts.add(found, max(offered, default=0))
-                    self.contexts += [
-                        part.num_computed_tokens for part in event.requests if not part.is_prefill
-                    ]
+            with closing_run(self.engine, _copies(requests, batch), None) as events:
+                for event in events:
+                    if not isinstance(event, StepRecord):
+                        break
+                    self._add(event)
+
+    def _add(self, step: StepRecord) -> None:
+        self.times.add(step)
+        offered = [len(part.draft_token_ids) for part in step.requests]
+        found = outcomes(step.requests, self.lengths.offered[-1])
+        self.counts.add(found, max(offered, default=0))
+        self.contexts += [part.num_computed_tokens for part in step.requests if not part.is_prefill]
 
     def _is_known(self, size: int) -> bool:
         wanted = [*self.lengths.offered, *[HALF] * (size > 1)]
