@@ -236,8 +236,8 @@ def test_costs_are_measured_once(is_ahead: bool) -> None:
     assert table is not None
     assert table.batches == (1, 2, 3)
     assert table.drafts == tuple(range(MOST + 1))
-    assert table.draft_ms is not None
-    assert table.draft_ms[0][0] < table.draft_ms[0][MOST]
+    assert (table.draft_ms is None) == is_ahead  # phases are timed where nothing is launched ahead
+    assert table.draft_ms is None or table.draft_ms[0][0] < table.draft_ms[0][MOST]
     assert table.ragged_ms is not None
     assert list(map(len, table.ragged_ms)) == [MOST + 1] * 3
     assert not any(table.ragged_ms[0])
