@@ -67,7 +67,9 @@ def measure(config: RunConfig) -> Json:
             part["status"] = INTERRUPTED
             part["reason"] = f"after {num_done} of {num_wanted} {benchmark.units}"
         # Known only at the end: the peak over all rows, and memory and warnings of later captures.
+        costs = engine.info.costs
         part |= {
+            "costs": None if costs is None else costs.as_json(),
             "memory_bytes": engine.info.memory_bytes,
             "peak_memory_bytes": _peak_memory_bytes(),
             "warnings": [*config.warnings, *engine.info.warnings],
@@ -88,6 +90,7 @@ def _part(engine: Engine, *, load_s: float, first_step_s: float) -> Json:
         "status": "ok",
         "load_s": load_s,
         "first_step_s": first_step_s,
+        "costs": None,
         "memory_bytes": {},
         "peak_memory_bytes": {},
         "cudagraph": info.cudagraph,

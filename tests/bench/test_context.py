@@ -178,6 +178,7 @@ def test_auto_and_fixed_drafts_of_a_shipped_pair(
         assert batch == 1 or steps["K=3"] < one["K=3"]  # the second request is undraftable
     saved = json.loads((tmp_path / "run" / "bench.json").read_text())
     assert saved["choices"] == ["none", "K=1", "K=3", "auto"]
+    assert saved["parts"][0]["costs"]["contexts"][-1] >= 300
     page = (tmp_path / "run" / "bench.html").read_text()
     assert "Speed of auto over the best" in page
     assert "50% of the requests undraftable" in page
