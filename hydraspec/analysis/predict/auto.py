@@ -7,7 +7,7 @@ Letters: R requests, K drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -63,19 +63,23 @@ def gain(costs: CostTable, survivals: np.ndarray, batch: int, context: int) -> f
     return speed(auto_steps(costs, survivals, costs.drafts)) / fixed
 
 
-def with_plain(method: CostTable, plain: CostTable) -> CostTable:
-    """The table of a drafter's steps, with steps without drafts as the baseline's are."""
+def with_plain(method: CostTable, plain: CostTable, beside: Mapping[int, CostTable]) -> CostTable:
+    """The table of a drafter's steps, with steps without drafts as the baseline's are. Times of
+    each K are those relative to the baseline `beside` it: the machine's speed may have changed."""
+    places = [(c, b) for c in method.contexts or (None,) for b in method.batches]
 
-    def joined(own: Grid, of_plain: Callable[[int, int], float]) -> Grid:
-        places = [(c, b) for c in method.contexts or (0,) for b in method.batches]
-        return tuple(
-            (of_plain(batch, context), *row) if row else ()
-            for (context, batch), row in zip(places, own, strict=True)
-        )
+    def joined(own: Grid, *, has_plain: bool) -> Grid:
+        rows = list[tuple[float, ...]]()
+        for (context, batch), row in zip(places, own, strict=True):
+            plain_ms = plain.at(batch, 0, context).step_ms
+            scales = [plain_ms / beside[k].at(batch, 0, context).step_ms for k in method.drafts]
+            scaled = [ms * scale for ms, scale in zip(row, scales, strict=False)]
+            rows.append((plain_ms * has_plain, *scaled) if row else ())
+        return tuple(rows)
 
     return replace(
         method,
         drafts=(0, *method.drafts),
-        step_ms=joined(method.step_ms, lambda b, c: plain.at(b, 0, c).step_ms),
-        draft_ms=method.draft_ms and joined(method.draft_ms, lambda b, c: 0.0),
+        step_ms=joined(method.step_ms, has_plain=True),
+        draft_ms=method.draft_ms and joined(method.draft_ms, has_plain=False),
     )

@@ -82,6 +82,7 @@ class Prediction:
         drafter_filled, plain_filled: the same by context, in filled caches.
         cells: speedups by K, context and requests at once, see `map_cells`.
         prompt_row_ms: milliseconds of a prompt's token, of the last K that was measured.
+        beside: the baseline's costs beside each K.
     """
 
     config: RunConfig
@@ -98,6 +99,7 @@ class Prediction:
     plain_filled: Filled = field(default_factory=dict)
     cells: list[Json] = field(default_factory=list)
     prompt_row_ms: float = 0.0
+    beside: dict[int, CostTable] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -172,6 +174,7 @@ class Prediction:
         interleaved(costs, self.answers, batches, rounds, contexts)
         fast.split(self.answers, batches)
         self.prompt_row_ms = fast.ms_per_prompt_row(batches)
+        self.beside[num_drafts] = slow.table(batches, self.answers.mean_context)
         self._keep_plain(slow)
         self.cells += map_cells(fast, slow, self.acceptance, contexts, self.wanted.concurrencies)
         for concurrency in self.wanted.concurrencies:
@@ -270,18 +273,21 @@ class Prediction:
 
     def _auto(self, method: CostTable, plain: CostTable) -> list[Json]:
         """Speedups with the drafts of each request chosen among those that were measured, by
-        concurrency and then by cell of the map."""
-        costs, survival = with_plain(method, plain), self.acceptance.survival
+        concurrency and then by cell of the map: those of the best K, or of none, times what that
+        gains over it."""
+        costs, survival = with_plain(method, plain, self.beside), self.acceptance.survival
         most, found = costs.drafts[-1], list[Json]()
         for concurrency in self.wanted.concurrencies:
-            fast, slow = (
+            fixed = _best(self.rows, concurrency)
+            k = fixed["num_speculative_tokens"]
+            chosen, equal = (
                 self._speed(steps, concurrency, self.prompt_row_ms, num_drafts=drafts)
                 for steps, drafts in (
                     (auto_steps(costs, survival, costs.drafts), most),
-                    (equal_steps(plain, 0), 0),
+                    (equal_steps(costs, k), k),
                 )
             )
-            ratio = fast.tokens_per_second / slow.tokens_per_second
+            ratio = fixed["speedup"] * chosen.tokens_per_second / equal.tokens_per_second
             found.append({"concurrency": concurrency, "context": None, "speedup": ratio})
         best: dict[tuple[int, int], float] = {}
         for cell in self.cells:

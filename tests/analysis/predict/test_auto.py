@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,7 +86,8 @@ def test_every_request_is_in_a_batch_once_before_the_first_are_there_again() -> 
 
 
 def test_steps_without_drafts_are_the_baselines() -> None:
-    """By context too, where a batch does not fit with drafts."""
+    """By context too, where a batch does not fit with drafts; times of a K that was measured while
+    the machine was half as fast count half."""
     method = CostTable(
         batches=(1, 4),
         drafts=(2,),
@@ -95,7 +98,9 @@ def test_steps_without_drafts_are_the_baselines() -> None:
     plain = CostTable(
         batches=(1, 4), drafts=(0,), step_ms=((1.0,), (2.0,), (2.5,), (2.7,)), contexts=(100, 900)
     )
-    found = with_plain(method, plain)
+    slower = replace(plain, step_ms=tuple((2 * ms,) for (ms,) in plain.step_ms))
+    assert with_plain(method, plain, {2: slower}).step_ms[2] == (2.5, 2.5)
+    found = with_plain(method, plain, {2: plain})
     assert found.drafts == (0, 2)
     assert found.step_ms == ((1.0, 3.0), (2.0, 4.0), (2.5, 5.0), ())
     assert found.draft_ms == ((0.0, 0.5), (0.0, 0.6), (0.0, 0.7), ())
