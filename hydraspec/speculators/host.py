@@ -10,7 +10,13 @@ from hydraspec_kernels.lookup import Lookup
 
 
 class DraftedText(ABC):
-    """A request's text, of which a drafter proposes continuations."""
+    """A request's text, of which a drafter proposes continuations.
+
+    Attributes:
+        match_length: tokens at the end of the text that the newest continuation followed before.
+    """
+
+    match_length = 0
 
     @abstractmethod
     def continuation(self, token_ids: Sequence[int], num_pending: int) -> list[int]:

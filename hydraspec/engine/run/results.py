@@ -3,7 +3,7 @@ and an event, on which the host waits only when it reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,12 +36,13 @@ class StepOutputs:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """Results of a step on the host, in the plan's order."""
+    """Results of a step on the host, in the plan's order. k is the width of verification in the
+    step, K at most."""
 
-    tokens: np.ndarray  # [B, K+1] int64, -1 from num_sampled on
+    tokens: np.ndarray  # [B, k+1] int64, -1 from num_sampled on
     num_sampled: np.ndarray  # [B] int64
     not_finite: np.ndarray  # [B] int64, 1: the last token comes from logits that are not finite
-    draft_tokens: np.ndarray  # [B, K] int64, the drafts that were under verification, or -1
+    draft_tokens: np.ndarray  # [B, k] int64, the drafts that were under verification, or -1
     next_survivals: np.ndarray | None = None  # [B, K] float32, see Draft, of those proposed next
     next_tokens: np.ndarray | None = None  # [B, K] int64 drafts for the next step, or -1
     logprobs: np.ndarray | None = None  # [B, K+1, 1+2M] float32 of tokens, see sampling.logprobs
@@ -75,8 +76,12 @@ def packed_results(step: DeviceStep) -> Tensor:
     return torch.cat((verdict.tokens, count, broken, batch.draft_tokens), 1)
 
 
-def unpacked(packed: np.ndarray, k: int) -> StepResult:
-    """The results in an array [B, 2K+3] that `packed_results` has laid out."""
+def unpacked(parts: Sequence[np.ndarray]) -> StepResult:
+    """The results in arrays [B, 2k+3] that `packed_results` has laid out, with the largest k of
+    them. Copied: the memory serves another launch later."""
+    k = max(part.shape[1] for part in parts) // 2 - 1
+    widest = [widened(part, k) for part in parts]
+    packed = widest[0] if len(parts) == 1 else np.concatenate(widest)
     return StepResult(packed[:, : k + 1], packed[:, k + 1], packed[:, k + 2], packed[:, k + 3 :])
 
 
@@ -84,6 +89,8 @@ def widened(packed: np.ndarray, k: int) -> np.ndarray:
     """A copy [B, 2K+3] of packed results whose drafts have any width up to K; -1 in columns after
     these."""
     width = packed.shape[1] // 2 - 1
+    if width == k:
+        return packed.copy()
     found = np.full((len(packed), 2 * k + 3), -1, dtype=packed.dtype)
     found[:, : width + 1] = packed[:, : width + 1]
     found[:, k + 1 : k + 3 + width] = packed[:, width + 1 :]
@@ -109,7 +116,7 @@ class ResultRing:
     """Host memory for the results of the last few launches."""
 
     def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
-        self._k, self._is_cuda = num_drafts, device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
         size = max_num_seqs * (2 * num_drafts + 3)
         self._buffers = [
             torch.zeros(size, dtype=torch.int64, pin_memory=self._is_cuda)
@@ -142,12 +149,9 @@ class ResultRing:
         event = torch.cuda.Event() if self._is_cuda else None
         if event is not None:
             event.record()
-        k = self._k
 
         def fetch() -> StepResult:
-            # Copied: the buffer serves another launch later.
-            arrays = [widened(each.numpy(), k) for each in copies]
-            found = unpacked(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), k)
+            found = unpacked([each.numpy() for each in copies])
             if more is None:
                 return found
             by_slot = {name: of.numpy()[more.slots] for name, of in kept.items()}

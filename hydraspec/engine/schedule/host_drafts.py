@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from hydraspec.engine.run.timing import HOST_DRAFTS, Clock, no_clock
 from hydraspec.engine.schedule.draft_lengths import lengths_up_to
@@ -11,26 +12,36 @@ from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.speculators.base import BaseSpeculator
 from hydraspec.speculators.host import HostDrafts
 
-PRIOR = 0.5  # share of drafts accepted in a run, before any was verified
-WEIGHT_IN_RUN = 0.05  # of the newest step of a request, in the share of the run, once many count
-MOST_STEPS = 4  # steps of a request that count, beside NUM_PRIOR steps of the run's share
-NUM_PRIOR = 4
-KEPT = 0.99  # part of these that still counts after another step
-RETURN = 0.001  # of the way back to PRIOR, in a step without drafts of any request
+PRIOR = 0.5  # rate at which drafts are accepted, before any was verified
+WEIGHT = 0.05  # of the newest step of a request in a rate, once many count
+STEPS_UNTIL_TRIAL = 256  # after one of drafts that had been left out as likely to be rejected
+IDLE_PER_STEP = 8  # steps without an accepted draft until texts are left unread for one step more,
+MOST_STEPS_UNREAD = 16  # and most such steps
 MOST_UNREAD = 64  # finished outputs
-READS = 64  # of texts in vain, after which a step more passes before texts are read again,
-MOST_WAIT = 3  # and most steps
-EPSILON = 1e-9  # for sums of equal shares
+EPSILON = 1e-9  # for sums of equal rates
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Rate at which a draft is accepted after accepted ones, over recent steps."""
+
+    rate: float = PRIOR
+    num_steps: int = 0  # of requests
+
+    def add(self, share: float) -> None:
+        self.num_steps += 1
+        self.rate += max(WEIGHT, 1 / self.num_steps) * (share - self.rate)
 
 
 class StepDrafts:
     """Proposes continuations of requests, and chooses the number of drafts of each step.
 
     A step has rows for all requests at each position that any draft takes. A position is left out
-    where fewer than `min_acceptance` of the requests are expected to accept their draft there, by
-    the shares that recent steps of each request, and of the run, accepted. Without drafts these
-    shares grow slowly, so that drafts are tried again. Texts that are read in vain for long are not
-    read in every step.
+    where fewer than `min_acceptance` of the requests are expected to accept their draft there. The
+    expectation is by the length of a draft's match, in powers of two, from the steps of the run:
+    long matches are tried however often short ones were rejected. Drafts that are left out are
+    tried in one of STEPS_UNTIL_TRIAL steps. Texts are read the more seldom, the longer no draft has
+    been accepted. min_acceptance=0: all texts are read, and all drafts have rows.
 
     Attributes:
         clock: times this part of scheduling.
@@ -41,18 +52,18 @@ class StepDrafts:
         self.clock: Clock = no_clock
         self._unread: list[Seq[int]] = []  # finished outputs that the drafts do not have yet
         self._drafts, self._most = drafts, most
-        self._acceptance = PRIOR  # share of drafts accepted recently, of all requests
-        self._num_judged = 0  # steps of requests with drafts, in the run
-        self._num_in_vain = 0  # texts read since any step had drafts
-        self._wait = 0  # steps until texts are read again
+        self._rates: dict[int, _Rate] = {}  # by bits of the length of a match
+        self._num_steps = self._accepted_at = 0  # of the run; when a draft was accepted last
+        self._read_at, self._trial_at = 0, STEPS_UNTIL_TRIAL  # the next such steps
         self._fewest_ahead = 0 if drafts.lookup is None else min(drafts.lookup.fewest, most)
         lengths = lengths_up_to(most)
         self._length_for = [min(n for n in lengths if n >= count) for count in range(most + 1)]
 
     def start_over(self) -> None:
         """Begin a run, without outputs of earlier ones."""
-        self._acceptance, self._num_judged = PRIOR, 0
-        self._num_in_vain = self._wait = 0
+        self._rates.clear()
+        self._num_steps = self._accepted_at = 0
+        self._read_at, self._trial_at = 0, STEPS_UNTIL_TRIAL
         self._unread.clear()
         self._drafts.start_over()
 
@@ -69,71 +80,74 @@ class StepDrafts:
         self._unread.clear()
 
     def propose(self, sequences: Iterable[Sequence]) -> int:
-        """Set the continuations of the sequences that decode next, if any is worth a row; returns
-        the draft length of the step: as many drafts as are, rounded up to a length that has
-        graphs."""
+        """Set the continuations of the sequences that decode next, unless it is too early to read
+        them again; returns the draft length of the step: as many drafts as are worth a row, rounded
+        up to a length that has graphs."""
+        self._num_steps += 1
+        if self._num_steps < self._read_at:
+            return 0
         with self.clock(HOST_DRAFTS):
-            return self._propose(sequences)
+            return self._propose([each for each in sequences if each.decodes_next])
 
-    def _propose(self, sequences: Iterable[Sequence]) -> int:
-        if self._wait:
-            self._wait -= 1
-            return self._without_drafts()
-        decoding = [sequence for sequence in sequences if sequence.decodes_next]
-        for sequence in decoding:
-            sequence.num_judged *= KEPT
-        shares = [self._share(sequence) for sequence in decoding]
-        least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
-        if sum(shares) < least:  # no text is read until drafts are tried again
-            return self._without_drafts()
+    def _propose(self, decoding: Seq[Sequence]) -> int:
         self._read()
+        least = max(self._drafts.min_acceptance * len(decoding) - EPSILON, EPSILON)
+        drafted = [sequence for sequence in decoding if self._continue(sequence)]
+        length = self._num_worthwhile(drafted, least) if drafted else 0
+        if drafted and not length and self._num_steps >= self._trial_at:
+            length = self._try_again(drafted, least)
+        if self._drafts.min_acceptance:
+            unread = (self._num_steps - self._accepted_at) // IDLE_PER_STEP
+            self._read_at = self._num_steps + 1 + min(MOST_STEPS_UNREAD, unread)
+        return self._length_for[length]
+
+    def _try_again(self, drafted: Seq[Sequence], least: float) -> int:
+        """The draft length of a trial, in which all rates are at least PRIOR. Lower ones begin
+        anew."""
+        length = self._num_worthwhile(drafted, least, PRIOR)
+        if length:
+            self._trial_at = self._num_steps + STEPS_UNTIL_TRIAL
+            self._rates = {bits: r for bits, r in self._rates.items() if r.rate >= PRIOR}
+        return length
+
+    def _num_worthwhile(self, drafted: Seq[Sequence], least: float, least_rate: float = 0.0) -> int:
+        """Number of positions at which at least `least` of the requests are expected to accept a
+        draft, if each rate is at least `least_rate`."""
         expected = [0.0] * self._most
-        for sequence, share in zip(decoding, shares, strict=True):
-            sequence.num_proposed = self._continue(sequence)
+        for sequence in drafted:
+            rate = max(least_rate, self._rate(sequence.match_length).rate)
             reached = 1.0  # where each draft before is accepted too
             for position in range(sequence.num_proposed):
-                reached *= share
+                reached *= rate
                 expected[position] += reached
-        length = self._most
-        while length and expected[length - 1] < least:
-            length -= 1
-        if length:
-            self._num_in_vain = 0
-            return self._length_for[length]
-        self._num_in_vain += len(decoding)
-        self._wait = min(MOST_WAIT, self._num_in_vain // READS)
-        return self._without_drafts()
+        return sum(each >= least for each in expected)
 
-    def _without_drafts(self) -> int:
-        self._acceptance += RETURN * (PRIOR - self._acceptance)
-        return 0
+    def _rate(self, match_length: int) -> _Rate:
+        """The rate of drafts after matches of this length. The longer they are, the more steps it
+        takes to show that they are rejected."""
+        bits = match_length.bit_length()
+        return self._rates.setdefault(bits, _Rate(num_steps=bits))
 
     def _continue(self, sequence: Sequence) -> int:
-        """Set the continuation of a sequence; returns the drafts that its next step may have."""
+        """Set the continuation of a sequence; returns the number of drafts that its next step may
+        have."""
         if sequence.drafted is None:
             sequence.drafted = self._drafts.new_text()
         num_pending = 0 if sequence.in_flight is None else sequence.num_undecided + 1
         found = sequence.drafted.continuation(sequence.token_ids, num_pending)
-        sequence.continuation = found
+        sequence.continuation, sequence.match_length = found, sequence.drafted.match_length
         num_drafts = len(found) - num_pending
         if num_pending:
             num_drafts = max(num_drafts, self._fewest_ahead)
-        return max(0, min(num_drafts, self._most))
+        sequence.num_proposed = max(0, min(num_drafts, self._most))
+        return sequence.num_proposed
 
     def observe(self, item: Scheduled, num_accepted: int) -> None:
         """Note how many drafts of a request's share of a step, which has some, were accepted."""
-        sequence = item.sequence
-        share = min(1.0, num_accepted / item.num_proposed)
-        sequence.num_judged = min(MOST_STEPS, sequence.num_judged + 1)
-        sequence.acceptance += (share - sequence.acceptance) / max(1.0, sequence.num_judged)
-        self._num_judged += 1
-        weight = max(WEIGHT_IN_RUN, 1 / (NUM_PRIOR + self._num_judged))
-        self._acceptance += weight * (share - self._acceptance)
-
-    def _share(self, sequence: Sequence) -> float:
-        """Share of drafts that a request is expected to accept in the next step."""
-        of_run, of_request = self._acceptance * NUM_PRIOR, sequence.acceptance * sequence.num_judged
-        return (of_run + of_request) / (NUM_PRIOR + sequence.num_judged)
+        num_reached = min(item.num_proposed, num_accepted + 1)
+        self._rate(item.match_length).add(min(1.0, num_accepted / num_reached))
+        if num_accepted:
+            self._accepted_at, self._read_at = self._num_steps, 0
 
 
 def build_step_drafts(speculator: BaseSpeculator) -> StepDrafts | None:

@@ -113,7 +113,7 @@ class Scheduler:
             share = self.micro_batches.share(len(self.running) or wanted)
             self.draft_length = self.draft_lengths.choose_for(self._in_turn()[:share], share)
         elif self.step_drafts is not None:
-            self.draft_length = self.step_drafts.propose(self._in_turn())
+            self.draft_length = self.step_drafts.propose(self.micro_batches.free(self.running))
         drafts = self.num_speculative_tokens if self.draft_length is None else self.draft_length
         self._most_drafts = most_worthwhile(self.running, drafts)
         for sequence in self._in_turn():
@@ -168,10 +168,8 @@ class Scheduler:
         return count
 
     def _in_turn(self) -> list[Sequence]:
-        running = self.running
-        if self.micro_batches.count > 1:
-            running = [s for s in running if not self.micro_batches.hold(s)]
-        return sorted(running, key=lambda sequence: not sequence.decodes_next)
+        free = self.micro_batches.free(self.running)
+        return sorted(free, key=lambda sequence: not sequence.decodes_next)
 
     def _limit_prompts(self) -> None:
         """Lower the budget, once decodes are chosen, to what prompts get (docs/adr/0028)."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import filterfalse
 
 import numpy as np
 from hydraspec_kernels.attention import MOST_FUSED_ROWS
@@ -36,8 +37,7 @@ class Sequence(OfferedRequest):
     drafted: DraftedText | None = None  # of a drafter on the host
     continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
     num_proposed: int = 0  # drafts that this may give the next step
-    acceptance: float = 0.0  # share of them that recent steps accepted,
-    num_judged: float = 0.0  # and the number of these steps
+    match_length: int = 0  # of the continuation, see DraftedText
     grammar: RequestGrammar | None = None  # of the output, after the results that have arrived
     next_tokens: list[int] = field(default_factory=list)  # its next drafts, with a grammar
     keys: PrefixKeys = field(init=False)  # of its blocks; set when it is queued
@@ -111,9 +111,11 @@ class Scheduled:
     follows: FollowedDrafts | None = None  # its grammar along its drafts, if it has one
     scored: range = range(0)  # positions of prompt tokens that get log probabilities from its rows
     num_proposed: int = field(init=False)  # drafts of the host's drafter that the step has rows for
+    match_length: int = field(init=False)  # of these, see DraftedText
 
     def __post_init__(self) -> None:
         self.num_proposed = min(self.sequence.num_proposed, self.num_drafts)
+        self.match_length = self.sequence.match_length
 
     @property
     def seq_len(self) -> int:
@@ -201,3 +203,7 @@ class MicroBatches:
         if self.count == 1 or flight is None:
             return False
         return not self._runs_ahead or self._num_launched - flight.number < self.count - 1
+
+    def free(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
+        """The sequences that are not held."""
+        return sequences if self.count == 1 else filterfalse(self.hold, sequences)

@@ -94,6 +94,7 @@ class _SuffixText(DraftedText):
             path = match.path(token_ids, limits)
             if path.score > best.score:
                 best = path
+        self.match_length = best.match
         return best.tokens
 
 

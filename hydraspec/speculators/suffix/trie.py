@@ -19,6 +19,7 @@ class Path:
 
     tokens: list[int] = field(default_factory=list)
     score: float = 0.0
+    match: int = 0  # last tokens of the text that it follows
 
 
 class SuffixTrie:
@@ -136,6 +137,7 @@ class SuffixTrie:
                 path = self._path(entry, length, most, limits.min_prob)
             if path.score > found.score:
                 found = path
+                found.match = length
         return found
 
     def _path(self, node: int, length: int, most: int, min_prob: float) -> Path:
