@@ -10,9 +10,10 @@ Letters: B requests, K most drafts, N offered lengths, P pairs of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from hydraspec.engine.costs import CostTable
 # Share that a step with two numbers of drafts takes longer than one of equally many rows, by tables
 # in which it was not measured.
 RAGGED_SHARE = 0.08
+# A length is kept while no split gains more than this share of what the length gains over none.
+KEPT_SHARE = 0.04
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,9 +103,12 @@ def accepted_by_length(survivals: np.ndarray, offered: Sequence[int]) -> np.ndar
     return sums[:, list(offered)]
 
 
-def best_allocation(accepted: np.ndarray, costs: LengthCosts) -> Allocation:
+def best_allocation(
+    accepted: np.ndarray, costs: LengthCosts, last: int | None = None
+) -> Allocation:
     """The drafts of each request with the most expected tokens per millisecond, of all steps with
-    at most two lengths. accepted [B, N]: see `accepted_by_length`."""
+    at most two lengths. accepted [B, N]: see `accepted_by_length`. last: index of the length that
+    every request has unless others are better by KEPT_SHARE; None or 0: no such length."""
     num_requests = len(accepted)
     splits = _splits(costs.offered, num_requests)
     gains = accepted[:, splits.longer] - accepted[:, splits.shorter]  # [B, P]
@@ -111,6 +117,10 @@ def best_allocation(accepted: np.ndarray, costs: LengthCosts) -> Allocation:
     tokens[:, 1:] = -np.sort(-gains, axis=0).T
     speeds = np.cumsum(tokens, axis=1) / costs.step_ms(splits.mean, splits.most, splits.is_ragged)
     pair, m = divmod(int(speeds.argmax()), num_requests + 1)
+    if last:  # the first pairs are those of no drafts and each other length
+        none, kept = float(speeds[0, 0]), float(speeds[last - 1, -1])
+        if float(speeds[pair, m]) - kept < KEPT_SHARE * (kept - none):
+            pair, m = last - 1, num_requests
     counts = np.full(num_requests, costs.offered[splits.shorter[pair]])
     first = np.argsort(-gains[:, pair], kind="stable")[:m]
     counts[first] = costs.offered[splits.longer[pair]]
@@ -124,26 +134,27 @@ def least_survival(costs: LengthCosts, num_requests: int, tokens_per_ms: float) 
     return tokens_per_ms * float(costs.verify_ms[-1] - costs.verify_ms[0]) / rows
 
 
-def leading(survivals: np.ndarray, least: float) -> np.ndarray:
+def leading(survivals: Iterable[Sequence[float]], least: float) -> list[int]:
     """Numbers [B] of leading drafts whose survivals [B, K] are all at least `least`."""
-    found: np.ndarray = np.logical_and.accumulate(survivals >= least, axis=1).sum(1)
-    return found
+    return [sum(1 for _ in takewhile(least.__le__, each)) for each in survivals]
 
 
-def in_two_lengths(wanted: np.ndarray, costs: LengthCosts) -> np.ndarray:
-    """The numbers of drafts wanted [B], each raised to one of two offered lengths or to one, as
-    costs least. Drafts that are not wanted are worth half of their rows: between nothing and all.
+def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]:
+    """The two offered lengths to which numbers of drafts wanted [B] are raised as costs least: to
+    the first where that is enough, else to the second; they are equal where one serves all. Drafts
+    that are not wanted are worth half of their rows: between nothing and all.
 
     Whether a draft is verified depends on the wanted numbers alone, never on estimates that read
     it."""
+    rising = np.sort(wanted)
     lengths = np.array(costs.offered)
-    most = int(np.searchsorted(lengths, wanted.max()))
+    most = int(np.searchsorted(lengths, rising[-1]))
     shorter = np.arange(most + 1)
-    share = np.searchsorted(np.sort(wanted), lengths[: most + 1], side="right") / len(wanted)
+    share = np.searchsorted(rising, lengths[: most + 1], side="right") / len(rising)
     mean = lengths[most] + (lengths[: most + 1] - lengths[most]) * share
     is_ragged = (share > 0) & (share < 1)
     ms_of_draft = (costs.verify_ms[-1] - costs.verify_ms[0]) / lengths[-1]
-    worth = ms_of_draft * (mean - wanted.mean()) / 2
+    worth = ms_of_draft * (mean - rising.mean()) / 2
     best = int((costs.step_ms(mean, np.full_like(shorter, most), is_ragged) - worth).argmin())
-    found: np.ndarray = np.where(wanted <= lengths[best], lengths[best], lengths[most])
-    return found
+    longer = costs.offered[most]
+    return (costs.offered[best] if share[best] else longer), longer

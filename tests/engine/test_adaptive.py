@@ -190,7 +190,7 @@ def test_sampled_drafts_of_an_earlier_step_are_not_verified(verification: Verifi
 COSTS = CostTable(
     batches=(1, 4),
     drafts=tuple(range(MOST + 1)),
-    step_ms=((2.0, 2.4, 2.8, 3.2, 3.6), (2.2, 3.2, 4.2, 5.2, 6.2)),
+    step_ms=((2.0, 2.8, 3.6, 4.4, 5.2), (2.2, 3.8, 5.4, 7.0, 8.6)),
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,15 @@ from tiny_targets import run_config
 from hydraspec.config.schema import PerStep
 from hydraspec.engine.costs import CostTable
 from hydraspec.engine.run.step_costs import rising
+from hydraspec.engine.schedule import draft_lengths
+from hydraspec.engine.schedule.acceptance import RequestAcceptance
 from hydraspec.engine.schedule.draft_lengths import (
     ChosenDrafts,
     DraftLengths,
     build_draft_lengths,
     offered_lengths,
 )
-from hydraspec.engine.slots import RAGGED_SHARE
+from hydraspec.engine.slots import RAGGED_SHARE, Allocation, best_allocation
 from hydraspec.types import ConfigurationError, RequestStep
 
 MOST = 6
@@ -173,6 +176,51 @@ def test_trials_take_a_small_share_of_the_time() -> None:
     lengths = chooser(table([1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]))
     _, chosen = decode(lengths, always(*[0.5] * MOST), 2000, 4)
     assert 0 < sum(length > 0 for length in chosen[50:]) < 0.01 * len(chosen)
+
+
+def test_drafts_that_are_a_little_better_are_found_beyond_worse_ones() -> None:
+    """Four drafts are worse than three and five are best: a run that begins with rates by which
+    three are best finds them out, and stays."""
+    step_ms = [1.0, 1.3, 1.6, 1.9, 2.25, 2.3, 4.0]
+    lengths = chooser(replace(table(step_ms), rates=(0.8, 0.8, 0.8, 0.6, 0.6, 0.6)))
+    _, chosen = decode(lengths, always(*[0.85] * MOST), 60, 8)
+    assert chosen[10:].count(5) > 45
+
+
+def test_a_steady_choice_is_made_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew where a request joins. What steps verified meanwhile counts as if it had been
+    counted in each."""
+    num_choices = 0
+
+    def counted(*args: Any) -> Allocation:
+        nonlocal num_choices
+        num_choices += 1
+        return best_allocation(*args)
+
+    monkeypatch.setattr(draft_lengths, "best_allocation", counted)
+    lengths = chooser(replace(table([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), rates=(0.9,) * MOST))
+    _, chosen = decode(lengths, always(*[0.9] * MOST), 200, 4)
+    assert set(chosen) == {MOST}
+    assert num_choices < 50
+    lengths.choose(range(4), 4)
+    before = num_choices
+    lengths.begin(0)
+    lengths.choose(range(4), 4)
+    assert num_choices == before + 1
+
+
+def test_results_count_alike_one_by_one_and_together() -> None:
+    draw, slots = np.random.default_rng(5), [2, 0, 3]
+    steps = [
+        [part(i, n, int(draw.integers(0, n + 1))) for i, n in enumerate(draw.integers(0, MOST, 3))]
+        for _ in range(7)
+    ]
+    one_by_one, together = (RequestAcceptance(MOST, (), 4) for _ in range(2))
+    for step in steps:
+        one_by_one.add(slots, [step])
+    together.add(slots, steps)
+    np.testing.assert_allclose(one_by_one.survivals(slots, 1), together.survivals(slots, 1))
+    assert one_by_one.of_all.unseen.tolist() == together.of_all.unseen.tolist()
 
 
 def test_equal_results_give_equal_lengths() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -28,6 +29,11 @@ def random_costs(rng: np.random.Generator) -> LengthCosts:
     return LengthCosts(
         OFFERED, steps.cumsum(), drafting.cumsum(), rng.uniform(0, 0.2, len(OFFERED))
     )
+
+
+def raised(wanted: Sequence[int], costs: LengthCosts) -> list[int]:
+    shorter, longer = in_two_lengths(wanted, costs)
+    return [shorter if count <= shorter else longer for count in wanted]
 
 
 def random_survivals(rng: np.random.Generator, num_requests: int) -> np.ndarray:
@@ -89,6 +95,20 @@ def test_two_lengths_never_pay_where_they_cost_the_rows_of_the_longer(seed: int)
         assert len(set(counts.tolist())) == num_lengths, half_ms
 
 
+def test_a_length_is_kept_where_others_gain_little() -> None:
+    """With costs by which two drafts are a little better than four, or much."""
+    survivals = np.tile(np.cumprod([0.8] * MOST), (6, 1))
+    accepted = accepted_by_length(survivals, OFFERED)
+    for step_ms, kept in (([1.0, 1.1, 1.2, 1.67], 4), ([1.0, 1.1, 1.2, 2.2], 2)):
+        costs = LengthCosts(OFFERED, np.array(step_ms), np.zeros(4), np.zeros(4))
+        assert best_allocation(accepted, costs).counts.tolist() == [2] * 6
+        found = best_allocation(accepted, costs, last=OFFERED.index(4))
+        assert found.counts.tolist() == [kept] * 6
+        assert found.most == OFFERED.index(kept)
+    costly = LengthCosts(OFFERED, np.array([1.0, 3.0, 5.0, 9.0]), np.zeros(4), np.zeros(4))
+    assert best_allocation(accepted, costly, last=1).counts.tolist() == [0] * 6
+
+
 def test_the_least_survival_is_that_of_a_row_which_pays_for_itself() -> None:
     """Where time is linear in rows, adding a draft just above it raises the speed, and adding one
     just below it lowers it."""
@@ -112,7 +132,7 @@ def test_two_lengths_hold_what_is_wanted_and_cost_least(seed: int) -> None:
         for length in OFFERED
         if length <= most
     ]
-    found = tuple(in_two_lengths(wanted, costs).tolist())
+    found = tuple(raised(wanted.tolist(), costs))
     assert found in every
 
     def price(counts: tuple[int, ...]) -> float:
@@ -132,10 +152,10 @@ def test_a_draft_is_verified_whatever_comes_after_it() -> None:
     for _ in range(300):
         costs, least = random_costs(rng), rng.uniform(0.1, 0.6)
         survivals = random_survivals(rng, 4)
-        counts = in_two_lengths(leading(survivals, least), costs)
+        counts = raised(leading(survivals, least), costs)
         for index in range(MOST):  # estimates after draft `index` are others
             changed = survivals.copy()
             factors = np.cumprod(rng.uniform(0, 1, MOST - index - 1))
             changed[0, index + 1 :] = changed[0, index] * factors
-            again = in_two_lengths(leading(changed, least), costs)
+            again = raised(leading(changed, least), costs)
             assert (counts[0] > index) == (again[0] > index)

@@ -104,6 +104,8 @@ def of_full_width(draft: Draft | None, batch: Batch, num_speculative_tokens: int
     A slot always gets K columns: drafts of an earlier step must not pass for those of this one.
     """
     assert batch.draft_length is not None
+    if draft is not None and batch.draft_length == num_speculative_tokens:
+        return draft
     k, shape = batch.draft_length, (batch.num_requests, num_speculative_tokens)
     tokens = torch.full(shape, -1, dtype=torch.int64, device=batch.slots.device)
     if draft is None:

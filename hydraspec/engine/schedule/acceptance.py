@@ -67,6 +67,11 @@ class AcceptanceCounts:
             rates.append(before)
         return rates
 
+    def standard_errors(self, rates: np.ndarray) -> np.ndarray:
+        """Standard errors [K] of the estimates `rates`, by the number of verifications."""
+        found: np.ndarray = np.sqrt(rates * (1 - rates) / (self._counts[0] + ASSUMED_WEIGHT))
+        return found
+
 
 class RequestAcceptance:
     """Counts of all requests, and of each by its slot.
@@ -83,30 +88,47 @@ class RequestAcceptance:
         # results of requests that have lost their slot.
         self._by_slot = np.zeros((num_slots + 2, 2, most))
         self._known = deque[np.ndarray](maxlen=NUM_KNOWN)  # [2] first drafts of earlier requests
-        self._hoped = self._assumed()
+        self._hoped: float | None = None  # see _hope; None: some request is new
 
     def begin(self, slot: int) -> None:
         """Give `slot` to another request, of which nothing is known."""
         self._known.append(self._by_slot[slot, :, 0].copy())
         self._by_slot[slot] = 0
-        reached, accepted = np.concatenate((self._known, self._by_slot[:, :, 0])).T
-        seen = reached >= 1
-        weight = WEIGHT_OF_ALL
-        rates = (accepted[seen] + weight * self.of_all.rates()[0]) / (reached[seen] + weight)
-        self._hoped = float(np.quantile([*rates, *[self._assumed()] * NUM_ASSUMED], HOPED_SHARE))
+        self._hoped = None
+
+    def _hope(self) -> float:
+        """The rate that is expected of a new request's first draft."""
+        if self._hoped is None:
+            reached, accepted = np.array([*self._known, *self._by_slot[:, :, 0]]).T
+            seen = reached >= 1
+            weight = WEIGHT_OF_ALL
+            rates = (accepted[seen] + weight * self.of_all.rates()[0]) / (reached[seen] + weight)
+            known = [*rates, *[self._assumed()] * NUM_ASSUMED]
+            self._hoped = float(np.quantile(known, HOPED_SHARE))
+        return self._hoped
 
     def _assumed(self) -> float:
         """The rate of first drafts in the better requests, if the others accept none."""
         return min(ASSUMED_RATE, self.of_all.rates()[0] / (1 - HOPED_SHARE))
 
-    def add(self, slots: Sequence[int], requests: Sequence[RequestStep]) -> None:
-        """Count what a step of one or more requests verified; slot -1: it has lost its slot."""
-        found = outcomes(requests, self._by_slot.shape[2])
-        offered = [len(step.draft_token_ids) for step in requests]
-        self.of_all.add(found, max(offered), KEPT_PER_STEP)
-        kept = np.where(np.array(offered) > 0, KEPT_BY_REQUEST, KEPT_AT_REST)
+    def add(self, slots: Sequence[int], steps: Sequence[Sequence[RequestStep]]) -> None:
+        """Count what steps of the same requests verified, in order; slot -1: it has lost its
+        slot."""
+        most = self._by_slot.shape[2]
+        shape = len(steps), len(slots)
+        offered = np.array([len(each.draft_token_ids) for step in steps for each in step])
+        found = outcomes([each for step in steps for each in step], most)
+        found = found.reshape(*shape, 2, most)
+        offered = offered.reshape(shape)
+        for step, longest in zip(found, offered.max(1).tolist(), strict=True):
+            self.of_all.add(step, longest, KEPT_PER_STEP)
+        # [S+1, B] share of its weight that a step's count keeps after the steps that follow it;
+        # first that of all counts before.
+        kept = np.ones((shape[0] + 1, shape[1]))
+        kept[:-1] = np.where(offered > 0, KEPT_BY_REQUEST, KEPT_AT_REST)
+        weight = np.cumprod(kept[::-1], axis=0)[::-1, :, None, None]
         rows = np.asarray(slots)
-        self._by_slot[rows] = self._by_slot[rows] * kept[:, None, None] + found
+        self._by_slot[rows] = self._by_slot[rows] * weight[0] + (found * weight[1:]).sum(0)
 
     def survivals(self, slots: Sequence[int], num_new: int) -> np.ndarray:
         """Estimated survivals [B, K] of the drafts of the requests in `slots`, and then of
@@ -119,8 +141,10 @@ class RequestAcceptance:
         counts: np.ndarray = self._by_slot[[*slots, *[-2] * num_new]]
         reached, accepted = counts[:, 0], counts[:, 1]
         rates = np.array(self.of_all.rates())
-        rates[0] = max(rates[0], self._hoped)
+        rates[0] = max(rates[0], self._hope())
         quality = (accepted.sum(1) + WEIGHT_OF_ALL) / (reached @ rates + WEIGHT_OF_ALL)
+        # Drafts that few steps had are expected to do well: shorter steps would never show them.
+        rates[1:] += self.of_all.standard_errors(rates)[1:]
         expected = np.minimum(rates * quality[:, None], MOST_LIKELY)
         of_each = (accepted + WEIGHT_OF_ALL * expected) / (reached + WEIGHT_OF_ALL)
         return np.cumprod(of_each, axis=1)

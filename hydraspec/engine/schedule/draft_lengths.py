@@ -21,6 +21,7 @@ from hydraspec.engine.costs import CostTable
 from hydraspec.engine.schedule.acceptance import RequestAcceptance
 from hydraspec.engine.schedule.sequence import Sequence as Offered
 from hydraspec.engine.slots import (
+    Allocation,
     LengthCosts,
     accepted_by_length,
     best_allocation,
@@ -43,6 +44,9 @@ CONTEXT_STEP = 256
 # not verified for so many steps: drafts that were rejected before may be accepted now.
 TRIAL_SHARE = 0.01
 STEPS_UNTIL_TRIAL = 100
+# A split that was chosen again is kept for this share of the steps that it has lasted, so many at
+# most, while the requests are the same: choosing takes the host as long as a small step saves.
+SHARE_OF_SAME, MOST_KEPT = 0.25, 8
 
 
 def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
@@ -102,6 +106,29 @@ class ChosenDrafts:
     draft_length: int  # drafts that are proposed after the step, for each request
 
 
+@dataclass(slots=True)
+class _Choice:
+    """A split of the drafts of a step and what it was chosen by."""
+
+    of: tuple[Sequence[int], int, int]  # slots, requests and context
+    best: Allocation
+    counts: list[int]  # of `best`, for these slots
+    costs: LengthCosts
+    step_ms: list[float]  # [N] whole steps by these costs
+    least: float  # survival above which a draft is worth its row
+    num_left: int  # further steps that take it without choosing
+    lengths: dict[tuple[int, ...], tuple[int, int]]  # by numbers of drafts wanted, rising
+
+    def raised(self, wanted: Sequence[int]) -> list[int]:
+        """The numbers of drafts wanted [B], each raised to one of two lengths."""
+        rising = tuple(sorted(wanted))
+        found = self.lengths.get(rising)
+        if found is None:
+            found = self.lengths[rising] = in_two_lengths(rising, self.costs)
+        shorter, longer = found
+        return [shorter if count <= shorter else longer for count in wanted]
+
+
 class DraftLengths:
     """Chooses the drafts of each request with the most expected tokens per millisecond.
 
@@ -135,8 +162,13 @@ class DraftLengths:
         """Begin a run: counts start from rates seen while costs were measured, or assumed ones."""
         measured = self.costs.rates if self.costs is not None else ()
         self._acceptance = RequestAcceptance(self.offered[-1], measured, self._num_slots)
+        self._choice: _Choice | None = None  # of the last step
         self._last: int | None = None  # index of the last longest length that was no trial
-        self._num_same = 0  # choices of it in a row
+        self._num_same = 0  # steps with it in a row
+        self._num_kept = 0  # steps with the same split in a row
+        # Steps of the same slots that have not been counted yet.
+        self._results: list[Sequence[RequestStep]] = []
+        self._slots: Sequence[int] = ()
         # [3, N] by requests in the step, and tokens of each in the cache.
         self._known_ms: dict[tuple[int, int], np.ndarray] = {}
         self._recent_ms: np.ndarray | None = None  # [3, N] mean costs of recent steps, see _costs
@@ -145,6 +177,8 @@ class DraftLengths:
 
     def begin(self, slot: int) -> None:
         """Give `slot` to another request, of which nothing is known."""
+        self._count_results()
+        self._choice = None
         self._acceptance.begin(slot)
 
     def follow(self, script: Iterable[int | Sequence[int]] | None) -> None:
@@ -183,30 +217,65 @@ class DraftLengths:
             return _by_script(next(self._script), len(slots))
         if self.costs is None:
             return ChosenDrafts([self.offered[-1]] * len(slots), self.offered[-1])
-        costs = self._costs(self.costs, num_requests, context // CONTEXT_STEP)
-        survival = self._acceptance.survivals(slots, num_requests - len(slots))
-        accepted = accepted_by_length(survival, self.offered)
-        best = best_allocation(self._with_rise(accepted), costs)
-        self._num_same = self._num_same + 1 if best.most == self._last else 1
-        self._last = best.most
-        length = self.offered[best.most]
-        if survivals and length and all(survivals):
-            least = least_survival(costs, num_requests, best.tokens_per_ms)
-            wanted = leading(np.array(survivals), least)
-            counts: list[int] = in_two_lengths(wanted, costs).tolist()
+        choice = self._choice_for((slots, num_requests, context // CONTEXT_STEP), self.costs)
+        length, verified = self.offered[choice.best.most], choice.counts
+        if (
+            length
+            and (given := [each for each in survivals if each])
+            and len(given) == len(survivals)
+        ):
+            counts = choice.raised(leading(given, choice.least))
             counts += [0] * (len(slots) - len(counts))
             return ChosenDrafts(counts, self.offered[-1])
-        verified = best.counts[: len(slots)]
-        if (trial := self._tried(costs, best.most)) is not None:
-            verified, length = np.where(verified == length, trial, verified), trial
+        if (trial := self._tried(choice.step_ms, choice.best.most)) is not None:
+            verified = [trial if count == length else count for count in verified]
+            length = trial
         if self._reads_estimates and length:
             length = self.offered[-1]  # those that are worth it are known before the next step
-        return ChosenDrafts(verified.tolist(), length)
+        return ChosenDrafts(verified, length)
+
+    def _choice_for(self, of: tuple[Sequence[int], int, int], table: CostTable) -> _Choice:
+        """The split of a step of these slots, requests and context: that of the step before, or one
+        that is chosen by all results so far."""
+        choice = self._choice
+        if choice is None or choice.num_left == 0 or choice.of != of:
+            choice = self._choose(of, table)
+        else:
+            choice.num_left -= 1
+        self._num_same = self._num_same + 1 if choice.best.most == self._last else 1
+        self._last = choice.best.most
+        self._num_kept += 1
+        return choice
+
+    def _choose(self, of: tuple[Sequence[int], int, int], table: CostTable) -> _Choice:
+        slots, num_requests, context = of
+        self._count_results()
+        costs = self._costs(table, num_requests, context)
+        survival = self._acceptance.survivals(slots, num_requests - len(slots))
+        accepted = accepted_by_length(survival, self.offered)
+        best = best_allocation(self._with_rise(accepted), costs, self._last)
+        counts: list[int] = best.counts[: len(slots)].tolist()
+        before = self._choice
+        if before is None or before.counts != counts:
+            self._num_kept = 0
+        num_left = min(int(SHARE_OF_SAME * self._num_kept), MOST_KEPT)
+        step_ms: list[float] = (costs.verify_ms + costs.draft_ms).tolist()
+        least = least_survival(costs, num_requests, best.tokens_per_ms)
+        self._choice = _Choice(of, best, counts, costs, step_ms, least, num_left, {})
+        return self._choice
 
     def observe(self, slots: Sequence[int], requests: Sequence[RequestStep]) -> None:
         """Count what a step verified; slots of the requests, -1: it has lost its slot."""
         if requests:
-            self._acceptance.add(slots, requests)
+            if slots != self._slots or len(self._results) > MOST_KEPT:
+                self._count_results()
+            self._slots = slots
+            self._results.append(requests)
+
+    def _count_results(self) -> None:
+        if self._results:
+            self._acceptance.add(self._slots, self._results)
+            self._results = []
 
     def _with_rise(self, accepted: np.ndarray) -> np.ndarray:
         """Expected accepted drafts [B, N] per step, over the steps that a length has to last: the
@@ -230,18 +299,17 @@ class DraftLengths:
         self._recent_ms = self._recent_ms + COSTS_OF_STEP * (found - self._recent_ms)
         return LengthCosts(self.offered, *self._recent_ms)
 
-    def _tried(self, costs: LengthCosts, best: int) -> int | None:
+    def _tried(self, step_ms: Sequence[float], best: int) -> int | None:
         """The length that the requests with the most drafts try in this step: that after the best
         where it was not verified for long. Every step saves TRIAL_SHARE of its time; the savings
         pay for the longer steps of a trial."""
         if self._trial:
             return max(self._trial.pop(), self.offered[best])
-        step_ms = costs.verify_ms + costs.draft_ms
-        self._saved_ms += TRIAL_SHARE * float(step_ms[best])
+        self._saved_ms += TRIAL_SHARE * step_ms[best]
         if best + 1 == len(step_ms):
             self._saved_ms = 0.0
             return None
-        longer = self._steps_of_trial * float(step_ms[best + 1] - step_ms[best])
+        longer = self._steps_of_trial * (step_ms[best + 1] - step_ms[best])
         length = self.offered[best + 1]
         num_unseen = self._acceptance.of_all.unseen[length - 1]
         if num_unseen < STEPS_UNTIL_TRIAL or self._saved_ms < longer:
