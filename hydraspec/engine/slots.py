@@ -10,6 +10,7 @@ Letters: B requests, K most drafts, N offered lengths, P pairs of them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -146,9 +147,12 @@ def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]
 
     Whether a draft is verified depends on the wanted numbers alone, never on estimates that read
     it."""
+    most = bisect_left(costs.offered, max(wanted))
+    longer = costs.offered[most]
+    if min(wanted) == max(wanted):
+        return longer, longer
     rising = np.sort(wanted)
     lengths = np.array(costs.offered)
-    most = int(np.searchsorted(lengths, rising[-1]))
     shorter = np.arange(most + 1)
     share = np.searchsorted(rising, lengths[: most + 1], side="right") / len(rising)
     mean = lengths[most] + (lengths[: most + 1] - lengths[most]) * share
@@ -156,5 +160,4 @@ def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]
     ms_of_draft = (costs.verify_ms[-1] - costs.verify_ms[0]) / lengths[-1]
     worth = ms_of_draft * (mean - rising.mean()) / 2
     best = int((costs.step_ms(mean, np.full_like(shorter, most), is_ragged) - worth).argmin())
-    longer = costs.offered[most]
     return (costs.offered[best] if share[best] else longer), longer

@@ -112,12 +112,18 @@ class _Choice:
 
     of: tuple[Sequence[int], int, int]  # slots, requests and context
     best: Allocation
-    counts: list[int]  # of `best`, for these slots
+    counts: list[int]  # of `best`: of the slots, then of new requests
     costs: LengthCosts
     step_ms: list[float]  # [N] whole steps by these costs
     least: float  # survival above which a draft is worth its row
     num_left: int  # further steps that take it without choosing
     lengths: dict[tuple[int, ...], tuple[int, int]]  # by numbers of drafts wanted, rising
+
+    def serves(self, of: tuple[Sequence[int], int, int]) -> bool:
+        """Returns whether the split is one of a step of these slots, requests and context: if it
+        gives each of them the same, slots may be others."""
+        is_same = self.of[1:] == of[1:]
+        return is_same and (self.of[0] == of[0] or min(self.counts) == max(self.counts))
 
     def raised(self, wanted: Sequence[int]) -> list[int]:
         """The numbers of drafts wanted [B], each raised to one of two lengths."""
@@ -178,7 +184,9 @@ class DraftLengths:
     def begin(self, slot: int) -> None:
         """Give `slot` to another request, of which nothing is known."""
         self._count_results()
-        self._choice = None
+        self._num_kept //= 2
+        if self._choice is not None:
+            self._choice.num_left = 0
         self._acceptance.begin(slot)
 
     def follow(self, script: Iterable[int | Sequence[int]] | None) -> None:
@@ -218,12 +226,9 @@ class DraftLengths:
         if self.costs is None:
             return ChosenDrafts([self.offered[-1]] * len(slots), self.offered[-1])
         choice = self._choice_for((slots, num_requests, context // CONTEXT_STEP), self.costs)
-        length, verified = self.offered[choice.best.most], choice.counts
-        if (
-            length
-            and (given := [each for each in survivals if each])
-            and len(given) == len(survivals)
-        ):
+        length, verified = self.offered[choice.best.most], choice.counts[: len(slots)]
+        given = [each for each in survivals if each]
+        if length and given and len(given) == len(survivals):
             counts = choice.raised(leading(given, choice.least))
             counts += [0] * (len(slots) - len(counts))
             return ChosenDrafts(counts, self.offered[-1])
@@ -238,7 +243,7 @@ class DraftLengths:
         """The split of a step of these slots, requests and context: that of the step before, or one
         that is chosen by all results so far."""
         choice = self._choice
-        if choice is None or choice.num_left == 0 or choice.of != of:
+        if choice is None or choice.num_left == 0 or not choice.serves(of):
             choice = self._choose(of, table)
         else:
             choice.num_left -= 1
@@ -254,7 +259,7 @@ class DraftLengths:
         survival = self._acceptance.survivals(slots, num_requests - len(slots))
         accepted = accepted_by_length(survival, self.offered)
         best = best_allocation(self._with_rise(accepted), costs, self._last)
-        counts: list[int] = best.counts[: len(slots)].tolist()
+        counts: list[int] = best.counts.tolist()
         before = self._choice
         if before is None or before.counts != counts:
             self._num_kept = 0
