@@ -111,6 +111,8 @@ def best_allocation(
     at most two lengths. accepted [B, N]: see `accepted_by_length`. last: index of the length that
     every request has unless others are better by KEPT_SHARE; None or 0: no such length."""
     num_requests = len(accepted)
+    if num_requests == 1:
+        return _best_of_one(accepted[0], costs, last)
     splits = _splits(costs.offered, num_requests)
     gains = accepted[:, splits.longer] - accepted[:, splits.shorter]  # [B, P]
     tokens = np.empty_like(splits.mean)
@@ -126,6 +128,15 @@ def best_allocation(
     first = np.argsort(-gains[:, pair], kind="stable")[:m]
     counts[first] = costs.offered[splits.longer[pair]]
     return Allocation(counts, int(splits.most[pair, m]), float(speeds[pair, m]))
+
+
+def _best_of_one(accepted: np.ndarray, costs: LengthCosts, last: int | None) -> Allocation:
+    """`best_allocation` of one request, which takes a small step's host less time."""
+    speeds: list[float] = ((1 + accepted) / (costs.verify_ms + costs.draft_ms)).tolist()
+    most = speeds.index(max(speeds))
+    if last and speeds[most] - speeds[last] < KEPT_SHARE * (speeds[last] - speeds[0]):
+        most = last
+    return Allocation(np.array([costs.offered[most]]), most, speeds[most])
 
 
 def least_survival(costs: LengthCosts, num_requests: int, tokens_per_ms: float) -> float:

@@ -45,8 +45,8 @@ CONTEXT_STEP = 256
 TRIAL_SHARE = 0.01
 STEPS_UNTIL_TRIAL = 100
 # A split that was chosen again is kept for this share of the steps that it has lasted, so many at
-# most, while the requests are the same: choosing takes the host as long as a small step saves.
-SHARE_OF_SAME, MOST_KEPT = 0.25, 8
+# most, until a request joins: choosing takes the host as long as it saves in a small step.
+SHARE_OF_SAME, MOST_KEPT = 0.5, 8
 
 
 def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
