@@ -33,11 +33,11 @@ NUM_ASSUMED = 2  # requests that are assumed beside them, of at most ASSUMED_RAT
 def outcomes(requests: Sequence[RequestStep], most: int) -> np.ndarray:
     """What a step says of each draft [B, 2, K]: 1 where it was verified after accepted ones, and 1
     where it was accepted. Drafts that were not proposed say nothing."""
-    offered = np.array([len(step.draft_token_ids) for step in requests]).reshape(-1, 1)
-    accepted = np.array([step.num_accepted for step in requests]).reshape(-1, 1)
-    index = np.arange(most)
-    verified = (index <= accepted) & (index < offered)
-    found: np.ndarray = np.stack((verified, verified & (index < accepted)), 1)
+    ends = []
+    for step in requests:
+        offered, accepted = len(step.draft_token_ids), step.num_accepted
+        ends.append((min(accepted + 1, offered), min(accepted, offered)))
+    found: np.ndarray = np.arange(most) < np.array(ends).reshape(-1, 2, 1)
     return found
 
 
@@ -103,8 +103,9 @@ class RequestAcceptance:
             seen = reached >= 1
             weight = WEIGHT_OF_ALL
             rates = (accepted[seen] + weight * self.of_all.rates()[0]) / (reached[seen] + weight)
-            known = [*rates, *[self._assumed()] * NUM_ASSUMED]
-            self._hoped = float(np.quantile(known, HOPED_SHARE))
+            known = sorted([*rates, *[self._assumed()] * NUM_ASSUMED])
+            place = HOPED_SHARE * (len(known) - 1)
+            self._hoped = float(np.interp(place, range(len(known)), known))
         return self._hoped
 
     def _assumed(self) -> float:

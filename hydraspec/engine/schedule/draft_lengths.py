@@ -161,6 +161,9 @@ class DraftLengths:
         self._steps_of_trial = 1 + num_micro_batches
         self._num_slots, self._reads_estimates = num_slots, reads_estimates
         self.costs, self.most_late = costs, most_late
+        # [2, N] by requests in the step, and tokens of each in the cache; of which table.
+        self._known_ms: dict[tuple[int, int], np.ndarray] = {}
+        self._known_of = costs
         self._script: Iterator[int | Sequence[int]] | None = None
         self.start_over()
 
@@ -175,8 +178,6 @@ class DraftLengths:
         # Steps of the same slots that have not been counted yet.
         self._results: list[Sequence[RequestStep]] = []
         self._slots: Sequence[int] = ()
-        # [3, N] by requests in the step, and tokens of each in the cache.
-        self._known_ms: dict[tuple[int, int], np.ndarray] = {}
         self._recent_ms: np.ndarray | None = None  # [3, N] mean costs of recent steps, see _costs
         self._saved_ms = 0.0  # saved up for a trial
         self._trial: list[int] = []  # lengths of the further steps of a trial
@@ -293,6 +294,9 @@ class DraftLengths:
 
     def _costs(self, table: CostTable, num_requests: int, context: int) -> LengthCosts:
         """Costs of recent steps; context: in CONTEXT_STEP tokens."""
+        if self._known_of is not table:
+            self._known_of = table
+            self._known_ms.clear()
         found = self._known_ms.get((num_requests, context))
         if found is None:
             tokens = (context + 0.5) * CONTEXT_STEP
