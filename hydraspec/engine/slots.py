@@ -24,7 +24,7 @@ from hydraspec.engine.costs import CostTable
 # in which it was not measured.
 RAGGED_SHARE = 0.08
 # A length is kept while no split gains more than this share of what the length gains over none.
-KEPT_SHARE = 0.04
+KEPT_SHARE = 0.06
 
 
 @dataclass(slots=True, frozen=True)

@@ -161,7 +161,7 @@ class DraftLengths:
         self._steps_of_trial = 1 + num_micro_batches
         self._num_slots, self._reads_estimates = num_slots, reads_estimates
         self.costs, self.most_late = costs, most_late
-        # [2, N] by requests in the step, and tokens of each in the cache; of which table.
+        # [3, N] by requests in the step, and tokens of each in the cache; of which table.
         self._known_ms: dict[tuple[int, int], np.ndarray] = {}
         self._known_of = costs
         self._script: Iterator[int | Sequence[int]] | None = None
