@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from tiny_targets import load
 from torch import Tensor, nn
 
 from hydraspec.adapters.vllm.engine import VllmEngine
-from hydraspec.adapters.vllm.weights import DUMMY_WEIGHTS, fill, order_tokens, random_weights
+from hydraspec.adapters.vllm.weights import (
+    DUMMY_WEIGHTS,
+    LOAD_FORMAT,
+    fill,
+    order_tokens,
+    random_weights,
+)
 from hydraspec.config.schema import Weights
 from hydraspec.models.place import Place
 from hydraspec.models.weights import EMPTY, randomise
@@ -169,6 +176,16 @@ def test_a_checkpoint_is_left_as_it_is(start: Callable[..., VllmEngine]) -> None
     (worker,) = start(weights=Weights.checkpoint).parts.engine.workers
     assert worker.model.norm.abs().max() <= 1e-3
     assert worker.model.layer_scalar.abs().max() <= 1e-3
+
+
+def test_a_drafter_keeps_dummy_weights(start: Callable[..., VllmEngine]) -> None:
+    engine = start(weights=Weights.random).parts.engine
+    loader = engine.loaders[LOAD_FORMAT](SimpleNamespace(model_loader_extra_config={"seed": 0}))
+    drafter = nn.ModuleDict({"masked_embedding": nn.Linear(2, 2)})
+    drafter.register_buffer("token_ordering", torch.full((12,), 1 << 40))
+    loader.load_weights(drafter, SimpleNamespace(runner_type="draft"))
+    assert all((parameter == 0.5).all() for parameter in drafter.parameters())
+    assert drafter.get_buffer("token_ordering").tolist() == list(range(12))
 
 
 def test_a_dummy_assistant_names_tokens_of_its_vocabulary() -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 PART_LIMIT_S = 470.0  # a part ends by then, whatever is left
 LEAST_LIMIT_S = 10.0  # with less left of it nothing is started
+# Sizes of thread pools, unless they are set: on 64 cores 60 processes with a thread for each core
+# left no thread to be started.
+POOLS = {"RAYON_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
 
 PASSED, FAILED, NOT_RUN, PARTIAL = "passed", "failed", "not run", "partial"
 
@@ -120,7 +123,7 @@ class Setting:
 
     def environment(self, device: str) -> dict[str, str]:
         """A child's. On the CPU: one thread, no device in sight. Else one GPU after `on`."""
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        environment = POOLS | {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         if self.site is not None:
             paths = [str(self.site), environment.get("PYTHONPATH", "")]
             environment["PYTHONSAFEPATH"] = "1"  # pytest runs in a checkout, which goes first else

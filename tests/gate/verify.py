@@ -44,7 +44,7 @@ RUN = {
 }
 COLOURS = {PASSED: "green", PARTIAL: "yellow", FAILED: "red"}
 WIDTH = 170
-MOST_TEST_WORKERS = 14  # on one GPU: 24 of them ran out of 140 GiB
+GIB_OF_TEST_WORKER = 10  # of a GPU: 24 of them ran out of 140 GiB, 14 of 80
 MARK = ".gate"  # in a folder of ours, which may be emptied
 SHORT = {
     "verdict": "{}",
@@ -131,8 +131,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _test_workers() -> int:
     """Three for every four cores, and no more than the GPUs have memory for."""
-    at_most = MOST_TEST_WORKERS * max(1, len(devices()))
-    return min(at_most, max(1, (os.cpu_count() or 2) * 3 // 4))
+    of_each = int(_asked("memory.total", "nounits") or 0) // (GIB_OF_TEST_WORKER * 1024)
+    at_most = of_each * len(devices())
+    return max(1, min(at_most, (os.cpu_count() or 2) * 3 // 4))
 
 
 def _refusal(args: argparse.Namespace) -> str | None:
@@ -191,7 +192,13 @@ def _surroundings(tree: Path) -> dict[str, Any]:
 
 def _device() -> str:
     """Name and driver of the first device; empty without one."""
-    return _said(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]) or ""
+    return _asked("name,driver_version")
+
+
+def _asked(figures: str, *options: str) -> str:
+    """What nvidia-smi says of the first device; empty without one."""
+    form = ",".join(("csv", "noheader", *options))
+    return _said(["nvidia-smi", f"--query-gpu={figures}", f"--format={form}"]) or ""
 
 
 def _git(tree: Path, *words: str) -> str | None:

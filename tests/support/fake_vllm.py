@@ -12,6 +12,7 @@ import importlib
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -117,6 +118,23 @@ class Layer(torch.nn.Module):
 class BaseModelLoader:
     def __init__(self, load_config: Any) -> None:
         self.load_config = load_config
+
+
+@dataclass
+class LoadConfig:
+    """Where weights come from."""
+
+    load_format: str
+    model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
+
+
+class DummyModelLoader(BaseModelLoader):
+    """Leaves 0.5 everywhere, to be known again."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        assert self.load_config == LoadConfig("dummy")
+        for parameter in model.parameters():
+            parameter.data.fill_(0.5)
 
 
 class Worker:
@@ -295,11 +313,12 @@ def _install_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     def register(name: str) -> Any:
         return lambda loader: found.setdefault(name, loader)
 
-    loader, utils = ModuleType("model_loader"), ModuleType("weight_utils")
+    loader, config = ModuleType("model_loader"), ModuleType("config")
     loader.BaseModelLoader = BaseModelLoader  # type: ignore[attr-defined]
+    loader.DummyModelLoader = DummyModelLoader  # type: ignore[attr-defined]
     loader.register_model_loader = register  # type: ignore[attr-defined]
-    utils.initialize_dummy_weights = lambda model, config: None  # type: ignore[attr-defined]
+    config.LoadConfig = LoadConfig  # type: ignore[attr-defined]
     below = "vllm.model_executor"
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
     monkeypatch.setitem(sys.modules, below, ModuleType("model_executor"))
     monkeypatch.setitem(sys.modules, f"{below}.model_loader", loader)
-    monkeypatch.setitem(sys.modules, f"{below}.model_loader.weight_utils", utils)

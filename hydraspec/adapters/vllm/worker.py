@@ -1,7 +1,7 @@
 """A module that vLLM imports in each of its worker processes: a loader of random weights.
 
 vLLM finds it by name (`worker_extension_cls`), also in processes on other hosts. The package must
-be importable there. Checked against vLLM 0.26.
+be importable there. Checked against the sources of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ class Extension:
 
 def register_loader() -> None:
     """Makes LOAD_FORMAT known to vLLM."""
-    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
-    from vllm.model_executor.model_loader.weight_utils import initialize_dummy_weights
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import (
+        BaseModelLoader,
+        DummyModelLoader,
+        register_model_loader,
+    )
 
     @register_model_loader(LOAD_FORMAT)
     class RandomLoader(BaseModelLoader):  # type: ignore[misc]
@@ -41,7 +45,8 @@ def register_loader() -> None:
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
             """Fills this rank's part of the model, on the model's own device."""
             if model_config.runner_type == "draft":
-                initialize_dummy_weights(model, model_config)
+                dummy = DummyModelLoader(LoadConfig(load_format="dummy"))
+                dummy.load_weights(model, model_config)
                 order_tokens(model)
                 return
             weights = random_weights(
