@@ -126,7 +126,7 @@ class StepDrafts:
         """The rate of drafts after matches of this length. The longer they are, the more steps it
         takes to show that they are rejected."""
         bits = match_length.bit_length()
-        return self._rates.setdefault(bits, _Rate(num_steps=bits))
+        return self._rates.setdefault(bits, _Rate(num_steps=bits + 1))
 
     def _continue(self, sequence: Sequence) -> int:
         """Set the continuation of a sequence; returns the number of drafts that its next step may
