@@ -71,7 +71,7 @@ def test_costs_are_those_of_graphs() -> None:
     table = engine.info.costs
     assert table is not None
     assert table.batches == (1, 2, 4, 8, 16)
-    assert sum(row[0] for row in table.step_ms) < sum(row[MOST] for row in table.step_ms)
+    assert all(row[0] < row[MOST] for row in table.step_ms)
     built = engine.num_built().graphs
     assert len(run_requests(engine, requests, concurrency=16).outputs) == len(requests)
     assert engine.num_built().graphs == built
