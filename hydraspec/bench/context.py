@@ -95,7 +95,7 @@ class Context(Benchmark):
 
     def title(self, result: Json) -> str:
         title = f"time per token by batch and context, {result['output_tokens']} tokens out"
-        share = result["undraftable"]
+        share = result.get("undraftable")
         return f"{title}, {share:.0%} of the requests undraftable" if share else title
 
     def columns(self, result: Json) -> list[Column]:

@@ -184,3 +184,8 @@ def test_auto_and_fixed_drafts_of_a_shipped_pair(
     assert "50% of the requests undraftable" in page
     speeds = [1 / row["ratio_to_best"] for (batch, _), row in by_cell.items() if batch > 1]
     assert f"{min(speeds):.2f} to {max(speeds):.2f} times the speed of the best fixed K" in page
+
+
+def test_an_earlier_result_has_a_title() -> None:
+    """It does not say which requests were undraftable."""
+    assert context.Context().title({"output_tokens": 8}).endswith("context, 8 tokens out")
