@@ -193,9 +193,9 @@ def test_drafts_that_are_rejected_get_no_rows_and_then_another_try() -> None:
     drafts = StepDrafts(SuffixDrafts(SuffixOptions(), 3, 40), 3)
     sequence = decoding([1, 2])
     lengths = propose_rejected(drafts, sequence, 2000)
-    assert lengths[:5] == [2, 1, 1, 1, 0]
+    assert lengths[:6] == [2, 1, 1, 1, 1, 0]
     tried = [number for number, length in enumerate(lengths) if length]
-    assert 5 < len(tried) < 30
+    assert len(tried) == 40
     assert max(later - earlier for earlier, later in pairwise(tried)) < 300
     for _ in range(300):
         observe(drafts, sequence, 1 + drafts.propose([sequence]), 2)
