@@ -178,6 +178,7 @@ class StepRecord:
     replica: int = 0  # number of the replica, whose requests and cache the figures above are of
     num_replicas: int = 1  # replicas at work: the step took 1 / num_replicas of the run's time
     draft_length: int | None = None  # drafts per request of this step; None: K in every step
+    device_ms: float | None = None  # device's clock, from the end of the step in flight before
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

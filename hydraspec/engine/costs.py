@@ -202,10 +202,12 @@ class StepTimes:
     draft_ms: dict[Size, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, record: StepRecord) -> None:
-        """Keep the times of a step to which `full_size` or `half_size` gives a size."""
+        """Keep the times of a step to which `full_size` or `half_size` gives a size: the device's
+        where it has a clock, since where the host is late one step of its own is too short."""
         if (size := full_size(record) or half_size(record)) is None:
             return
-        self.step_ms[size].append(record.total_ms)
+        step_ms = record.total_ms if record.device_ms is None else record.device_ms
+        self.step_ms[size].append(step_ms)
         if (drafting := record.phase_ms.get("propose")) is not None:
             self.draft_ms[size].append(drafting)
 

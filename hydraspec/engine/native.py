@@ -243,6 +243,7 @@ class NativeEngine(Engine):
             launch_ms=self.clock.launch_ms(),
             # Of a drafter on the host K is a bound, and requests differ.
             draft_length=scheduler.draft_length if scheduler.draft_lengths is not None else None,
+            after=self._in_flight[-1].step if self._in_flight else None,
         )
 
     @contextmanager

@@ -17,7 +17,8 @@ from hydraspec.engine.costs import (
     over_contexts,
     read,
 )
-from hydraspec.engine.run.step_costs import with_ragged
+from hydraspec.engine.run.step_costs import Plane, with_ragged
+from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Request, SamplingParams, Span
 
@@ -75,6 +76,26 @@ def test_only_steps_in_which_all_requests_verify_all_drafts_are_timed():
         batches=(2,), drafts=(2,), step_ms=((5.0,),), draft_ms=((2.0,),)
     )
     assert times.table([1], [1]).draft_ms is None
+
+
+def test_times_are_the_devices_where_it_has_a_clock():
+    """A host that was late fetches two results at once, and has 90 ms and 1 ms of two equal
+    steps."""
+    times = StepTimes()
+    for host_ms in (90.0, 1.0):
+        times.add(replace(step([2, 2], host_ms), device_ms=5.0))
+    assert times.step_ms[2, 2] == [5.0, 5.0]
+
+
+def test_only_steps_after_one_of_the_same_length_are_timed():
+    """Of whatever number of requests; the first step of a length has the end of another one's work
+    in it."""
+    plane = Plane(None, DraftLengths((0, 1, 2)), 1)
+    for number, widths in enumerate(
+        ([0, 0], [0], [2, 2], [2, 2], [2, 1], [2, 2], [2, 2], [0, 2], [2, 0])
+    ):
+        plane.add(step(widths, 1.0 + number, draft_length=max(widths)))
+    assert plane.times.step_ms == {(1, 0): [2.0], (2, 2): [4.0, 7.0], (2, HALF): [9.0]}
 
 
 def test_a_step_of_two_numbers_of_drafts_is_timed_apart():

@@ -31,6 +31,7 @@ class Flight:
     kv_usage_per_group: dict[str, float]
     launch_ms: dict[str, float]  # the host's milliseconds for "schedule" and "launch"
     draft_length: int | None = None  # drafts per request, where the engine chooses them per step
+    after: LaunchedStep | None = None  # the step before, if it was in flight at the launch
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,6 +111,7 @@ class Collector:
             kv_usage=flight.kv_usage,
             kv_usage_per_group=flight.kv_usage_per_group,
             draft_length=flight.draft_length,
+            device_ms=None if flight.after is None else flight.step.ms_since(flight.after),
         )
         self.num_steps += 1
         return Collected(record, completions, error)

@@ -67,6 +67,14 @@ class LaunchedStep:
             self._result = self._fetch()
         return self._result
 
+    def ms_since(self, before: LaunchedStep) -> float | None:
+        """Milliseconds on the device's clock from the end of `before`; results of both are in. None
+        where there is no such clock."""
+        if self._event is None or before._event is None:
+            return None
+        elapsed: float = before._event.elapsed_time(self._event)
+        return elapsed
+
 
 def packed_results(step: DeviceStep) -> Tensor:
     """Results as one tensor [B, 2k+3], to be copied at once: tokens, num_sampled, not_finite, and
@@ -146,7 +154,7 @@ class ResultRing:
         kept, scored = self._copied(place, more), None
         if more is not None and more.prompt_logprobs is not None:
             scored = self._to_host(more.prompt_logprobs)
-        event = torch.cuda.Event() if self._is_cuda else None
+        event = torch.cuda.Event(enable_timing=True) if self._is_cuda else None
         if event is not None:
             event.record()
 

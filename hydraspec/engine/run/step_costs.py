@@ -5,13 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import chain, cycle, repeat
 from statistics import mean
 
 import numpy as np
 
 from hydraspec.engine.base import Engine, closing_run
-from hydraspec.engine.costs import HALF, CostTable, StepTimes, filled_to, over_contexts
+from hydraspec.engine.costs import (
+    HALF,
+    CostTable,
+    StepTimes,
+    filled_to,
+    full_size,
+    half_size,
+    over_contexts,
+)
 from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.types import Request, StepRecord
@@ -19,7 +27,8 @@ from hydraspec.types import Request, StepRecord
 NUM_STEPS = 12  # least number of steps of each batch and length
 SLOWER_HALF = 0.5  # share of times left out: other work of the machine made these slower
 TOKENS_PER_RUN = 48  # output tokens of each request
-MAX_RUNS = 12  # most runs of each batch
+MAX_RUNS = 24  # most runs of each batch
+HELD = 3  # steps in a row of each length, of which the first is not timed
 NOT_MEASURED = (
     "method.num_speculative_tokens=auto: too few steps ran in warm-up to measure what they cost; "
     "every step has method.max_speculative_tokens drafts"
@@ -43,19 +52,18 @@ def measure_costs(
     sizes of which too few steps ran; None if that leaves none.
 
     First at the mean context of the requests' own steps, then with filled KV at the contexts of
-    `longer_contexts`, there without the batches that do not fit. Draft lengths alternate from step
-    to step and batches from run to run, so that a machine that gets slower does so for all; the
-    last of them is K for half of the requests and 0 for the others. Which steps run depends on the
-    requests alone, so that ranks run the same steps. The table's rates of acceptance come from the
-    requests' own steps.
+    `longer_contexts`, there without the batches that do not fit. Draft lengths take turns of HELD
+    steps and batches alternate from run to run, so that a machine that gets slower does so for all;
+    the last of them is K for half of the requests and 0 for the others. Which steps run depends on
+    the requests alone, so that ranks run the same steps. The table's rates of acceptance come from
+    the requests' own steps.
     """
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
     plane = Plane(engine, lengths, num_micro_batches)
-    # A drafter that has rested makes up for it in the first step after one without drafts: half of
-    # the steps with one draft are not the first, and the slower half of them is left out.
-    lengths.follow(cycle((0, 1, *lengths.offered[1:], (0, lengths.offered[-1]))))
+    each: tuple[int | tuple[int, int], ...] = (*lengths.offered, (0, lengths.offered[-1]))
+    lengths.follow(chain.from_iterable(repeat(length, HELD) for length in cycle(each)))
     try:
         plane.measure(firsts, batches)
         if (table := plane.table()) is None:
@@ -87,6 +95,7 @@ class Plane:
     counts: AcceptanceCounts = field(init=False)
     sizes: list[int] = field(default_factory=list)  # requests in the steps that are wanted
     contexts: list[int] = field(default_factory=list)  # tokens of each request of each step
+    last: int | None = None  # drafts of each request in the step before; None: of no size
 
     def __post_init__(self) -> None:
         self.counts = AcceptanceCounts(self.lengths.offered[-1])
@@ -103,10 +112,15 @@ class Plane:
                 for event in events:
                     if not isinstance(event, StepRecord):
                         break
-                    self._add(event)
+                    self.add(event)
 
-    def _add(self, step: StepRecord) -> None:
-        self.times.add(step)
+    def add(self, step: StepRecord) -> None:
+        """Time the step if that before had as many drafts: where the host is busy, a part of its
+        work for one length counts for the next, and a drafter that has rested makes up for it."""
+        size = full_size(step) or half_size(step)
+        before, self.last = self.last, None if size is None else size[1]
+        if before is not None and before == self.last:
+            self.times.add(step)
         offered = [len(part.draft_token_ids) for part in step.requests]
         found = outcomes(step.requests, self.lengths.offered[-1])
         self.counts.add(found, max(offered, default=0))

@@ -42,6 +42,7 @@ NOT_CAPTURED = (
     "engine.kv_cache.memory_gib to have them"
 )
 OF_ANOTHER = "that of another rank"
+RAGGED_MEANS = (1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a request on average, with graphs
 SPARE_BYTES = GIB // 4  # most memory that a capture takes beside its tensors
 SAMPLING_COPIES = 12  # most copies of float32 logits in a step that samples with every option
 
@@ -124,12 +125,12 @@ def _decodes(limits: RunnerLimits) -> list[tuple[int, Sequence[int]]]:
 
 def _ragged(limits: RunnerLimits) -> list[Descriptor]:
     """Decode steps whose requests verify different numbers of drafts: any split of as many rows as
-    requests have on average with 1, 2, 4, … drafts. They propose K drafts."""
+    requests have on average with RAGGED_MEANS or K drafts. They propose K drafts."""
     if not limits.is_by_request:
         return []
     (*shorter, (rows, sizes)) = _decodes(limits)
     few = shorter[0][1] if shorter else sizes
-    means = [each for each, _ in shorter if each - 1 in (1, 2, 4, 8, 16)]
+    means = [each for each, _ in shorter if each - 1 in RAGGED_MEANS]
     return [
         Descriptor(
             num_requests=size,
