@@ -220,9 +220,8 @@ class BlockTable:
     def dense(self) -> np.ndarray:
         """The block ids as one array [B, width]; entries that are not live are block 0."""
         table = np.zeros((len(self.rows), self.width), dtype=np.int64)
-        for i, (_, first, end) in enumerate(self.live.tolist()):
-            last = min(end, self.width)
-            table[i, first:last] = self.rows[i][first:last]
+        for entries, row, (_, first, end) in zip(table, self.rows, self.live.tolist(), strict=True):
+            entries[first:end] = row[first : min(end, self.width)]
         return table
 
     def part(self, requests: slice) -> BlockTable:
