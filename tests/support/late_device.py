@@ -31,6 +31,9 @@ class LateStep:
             self._device.work()
         return self.outcome
 
+    def ms_since(self, before: LateStep) -> float | None:
+        return None
+
 
 class LateDevice:
     """Does what it is given in order, and nothing before somebody waits for a result.

@@ -57,6 +57,15 @@ class Lease:
             self._is_taken = False
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU memory is taken when it is first written to, which torch.zeros does at once:
+    most runs need a small part of the cache."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    content = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(content).view(dtype).view(shape)
+
+
 class KVCache:
     """Block tables, pools and cache tensors of all groups.
 
@@ -90,7 +99,7 @@ class KVCache:
             spec = group.spec
             shape = (group.num_blocks * spec.block_size, *spec.shape.page_row)
             for layer in spec.layers:
-                self.caches[layer] = torch.zeros(shape, dtype=spec.dtype or dtype, device=device)
+                self.caches[layer] = _zeros(shape, spec.dtype or dtype, device)
 
     def _start_over(self, num_slots: int) -> None:
         self._room = [0] * num_slots  # [S] tokens that a slot's blocks hold, in every group
