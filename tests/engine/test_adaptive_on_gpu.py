@@ -3,6 +3,8 @@ any order of lengths; costs are measured over them."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from graph_runs import (
@@ -19,6 +21,7 @@ from recorded_graphs import CalledAgain
 
 from hydraspec.config.schema import Device, Dtype, PerStep, RunConfig
 from hydraspec.graphs import GraphBackend
+from hydraspec.types import StepRecord
 
 pytestmark = pytest.mark.gpu
 
@@ -75,3 +78,20 @@ def test_costs_are_those_of_graphs() -> None:
     built = engine.num_built().graphs
     assert len(run_requests(engine, requests, concurrency=16).outputs) == len(requests)
     assert engine.num_built().graphs == built
+
+
+def test_steps_that_are_launched_ahead_have_the_devices_time() -> None:
+    """From the end of one step to that of the next: together they are the time of the run."""
+    engine = make_graph_engine(gpu_config("eagle3", "full"), None)
+    requests = zoo_requests(4)
+    engine.tokenize(requests)
+    engine.prepare(requests)
+    list(engine.run(requests, concurrency=4))
+    began = time.perf_counter()
+    events = list(engine.run(requests, concurrency=4))
+    run_ms = 1e3 * (time.perf_counter() - began)
+    times = [event.device_ms for event in events if isinstance(event, StepRecord)]
+    known = [each for each in times if each is not None]
+    assert len(known) >= len(times) - 1 > 10
+    assert min(known) > 0
+    assert 0.5 * run_ms < sum(known) < run_ms
