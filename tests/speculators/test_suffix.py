@@ -12,7 +12,7 @@ from plain_suffix import PlainSuffix
 
 from hydraspec.config.options import SuffixOptions
 from hydraspec.speculators.suffix.drafts import SuffixDrafts
-from hydraspec.speculators.suffix.trie import BYTES_PER_NODE
+from hydraspec.speculators.suffix.trie import BYTES_PER_NODE, ROOT, SuffixTrie
 
 SEED = 47
 VOCAB_SIZE = 40
@@ -116,6 +116,45 @@ def test_memory_is_bounded_and_the_oldest_outputs_go() -> None:
     assert 100 < drafts.outputs.num_texts < 1400
     assert drafts.new_text().continuation(newest[:9], 0) == newest[9:17]
     assert drafts.new_text().continuation(first[:9], 0) != first[9:17]
+
+
+def test_memory_is_bounded_where_every_output_is_read() -> None:
+    """Catches nodes of longer strings, which are added as texts are matched, outside the bound, and
+    newest outputs that are not drafted from once there are so many nodes."""
+    rng = random.Random(SEED)
+    drafts = drafts_of(vocab_size=1000, max_cache_mib=1)
+    most_nodes, fullest, num_known = (1 << 20) // BYTES_PER_NODE, 0, 0
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(300):
+        output = history(rng, 60, 4)  # with many nodes for each token
+        drafts.finished(output)
+        text = drafts.new_text()
+        found = [text.continuation(output[:length], 0) for length in range(1, 60)]
+        num_known += any(found)
+        assert drafts.outputs.num_nodes <= most_nodes
+        fullest += drafts.outputs.tries[0].is_full
+        del text
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    tracemalloc.stop()
+    assert fullest
+    assert num_known == 300
+    assert drafts.outputs.num_texts < 300
+
+
+def test_strings_that_are_not_asked_for_are_not_counted() -> None:
+    """Catches host time and memory for each token of a text in which nothing repeats itself."""
+    trie = SuffixTrie(24, 1000)
+    text, entries = [*range(500), 7, 8, 9], [ROOT]
+    for token in text[:500]:
+        trie.append([token])
+        entries = trie.follow(entries, trie.text, 1)
+    assert entries == [ROOT]
+    assert trie.num_nodes == 500 + 500
+    trie.append(text[500:])
+    entries = trie.follow(entries, text, 3)
+    assert trie.best_path(entries, drafts_of().limits[0]).tokens == [10, 11, 12]
+    assert trie.num_nodes < 503 + 500 + 10
 
 
 def test_no_more_outputs_are_kept_than_allowed() -> None:

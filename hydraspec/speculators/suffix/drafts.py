@@ -39,38 +39,37 @@ class FinishedOutputs:
         """Add an output; what does not fit of a very long one is left out."""
         if not self._most_texts:
             return
-        # Each token adds at most two nodes for each length.
-        longest = self._most_nodes // (2 * self._depth)
+        longest = self._most_nodes // 2 - 1
         if not self.tries or self._is_full(self.tries[0], min(len(token_ids), longest)):
-            newest = SuffixTrie(self._depth, self._vocab_size)
+            newest = SuffixTrie(self._depth, self._vocab_size, self._most_nodes)
             self.tries = (newest, *self.tries[: NUM_GENERATIONS - 1])
         self.tries[0].append(token_ids[:longest])
         self.tries[0].end_text()
 
     def _is_full(self, trie: SuffixTrie, num_more: int) -> bool:
-        if trie.num_texts >= self._most_texts:
+        if trie.is_full or trie.num_texts >= self._most_texts:
             return True
-        return trie.num_nodes + 2 * self._depth * num_more > self._most_nodes
+        # A token adds itself and a child of the root; half of the room is left to longer strings.
+        return max(trie.num_nodes, 2 * len(trie.text)) + 2 * (num_more + 1) > self._most_nodes
 
 
 class _Match:
-    """The place of a text's last tokens in a trie of other texts."""
+    """The place of a text's last tokens in a trie of this text or of others."""
 
     def __init__(self, trie: SuffixTrie) -> None:
         self.trie = trie
-        self._num_texts = -1
+        self._num_texts = 0
         self._num_tokens = 0
         self._entries = [ROOT]
 
     def path(self, token_ids: Sequence[int], limits: Limits) -> Path:
         """The best continuation of a text that has grown since the last call."""
-        first = self._num_tokens
-        if self._num_texts != self.trie.num_texts:  # nodes have changed
-            self._entries, self._num_texts, first = [ROOT], self.trie.num_texts, 0
-        for token in token_ids[max(first, len(token_ids) - self.trie.depth + 1) :]:
-            self._entries = self.trie.step(self._entries, token)
-        self._num_tokens = len(token_ids)
-        return self.trie.best_path(self._entries, limits)
+        trie, num_tokens = self.trie, len(token_ids)
+        if self._num_texts != trie.num_texts:  # nodes have changed
+            self._entries, self._num_texts, self._num_tokens = [ROOT], trie.num_texts, 0
+        self._entries = trie.follow(self._entries, token_ids, num_tokens - self._num_tokens)
+        self._num_tokens = num_tokens
+        return trie.best_path(self._entries, limits) if len(self._entries) > 1 else Path()
 
 
 class _SuffixText(DraftedText):
@@ -78,14 +77,14 @@ class _SuffixText(DraftedText):
 
     def __init__(self, drafts: SuffixDrafts) -> None:
         self._drafts = drafts
-        self._own = SuffixTrie(drafts.options.max_tree_depth, drafts.vocab_size)
+        self._own = _Match(SuffixTrie(drafts.options.max_tree_depth, drafts.vocab_size))
         self._tries: tuple[SuffixTrie, ...] = ()
         self._matches: list[_Match] = []
 
     def continuation(self, token_ids: Sequence[int], num_pending: int) -> list[int]:
-        limits = self._drafts.limits[num_pending]
-        self._own.append(token_ids[len(self._own.text) :])
-        best = self._own.best_path(self._own.tail, limits)
+        limits, own = self._drafts.limits[num_pending], self._own
+        own.trie.append(token_ids[len(own.trie.text) :])
+        best = own.path(token_ids, limits)
         if self._tries is not self._drafts.outputs.tries:
             self._tries = self._drafts.outputs.tries
             known = {id(match.trie): match for match in self._matches}

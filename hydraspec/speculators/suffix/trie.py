@@ -1,15 +1,16 @@
-"""Counts of all short strings of a growing text, in a trie that stores a string's continuations
-once the string has occurred twice."""
+"""Counts of the short strings of a growing text, in a trie that is built where it is read."""
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ROOT = 0
 END = -1  # stands after each of the texts that a trie holds
-BYTES_PER_NODE = 176  # of a node, its key in the table of children, and its share of the text
+NONE = -1  # no start
+BYTES_PER_NODE = 176  # of a node with its key in the table of children; a token takes less
 
 
 @dataclass(slots=True)
@@ -25,100 +26,146 @@ class Path:
 class SuffixTrie:
     """All strings of at most `depth` tokens in one or several texts, with how often they occur.
 
-    A node is a string. One that has occurred once is a leaf: its continuation is read from the
-    text. `append` takes a few operations for each suffix of the text that has occurred before.
+    A node is a string that occurs more than once. It lists where its occurrences start, until it is
+    read: then each goes on to the list of the child that is one token longer. A start is in one
+    list at a time, so that all lists together take one number for each token. A child that occurs
+    once is no node: in its place the table holds ~start, and its continuation is in the text.
 
     Attributes:
-        tail: nodes of the last 0, 1, 2, … tokens of the present text, as far as these have occurred
-            before and have fewer than `depth` tokens.
+        is_full: a node was left unread, as more nodes than `most_nodes` might have been made.
     """
 
-    def __init__(self, depth: int, vocab_size: int) -> None:
+    def __init__(self, depth: int, vocab_size: int, most_nodes: int = sys.maxsize) -> None:
         self.depth = depth
         self.num_texts = 0  # ended ones
-        self.tail = [ROOT]
         self.text = array("i")
-        self._vocab_size = vocab_size
-        self._children: dict[int, int] = {}  # node * vocab_size + token -> node
-        self._count = array("i", [0])  # occurrences
-        self._followed = array("i", [0])  # occurrences with a token after them
-        self._best = array("i", [ROOT])  # the child that occurred most; of several, the latest
-        self._token = array("i", [END])  # the last token of the string
-        self._place = array("i", [0])  # in the text, after the latest occurrence
+        self.is_full = False
+        self._vocab_size, self._most_nodes = vocab_size, most_nodes
+        self._latest: dict[int, int] = {}  # token -> start of its latest occurrence
+        self._children: dict[int, int] = {}  # node * vocab_size + token -> node, or ~start
+        self._before = array("i")  # by start: the one before it in the same list
+        self._last = array("i", [0])  # the latest start of a node's occurrences
+        self._read_to = array("i", [0])  # the latest of these that was read
+        self._count = array("i", [0])  # occurrences, of nodes of two tokens or more
+        self._followed = array("i", [0])  # occurrences that were read, with a token after them
+        self._best = array("i", [END])  # the token after most of those; of several, the latest
+        self._most = array("i", [0])  # occurrences of the node with that token
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, which the memory is proportional to."""
-        return len(self._count)
+        """Number of strings and tokens in tables, which the memory is proportional to."""
+        return len(self._latest) + len(self._children) + len(self.text)
 
-    def append(self, tokens: Iterable[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Lengthen the present text."""
-        text, children, vocab_size = self.text, self._children, self._vocab_size
-        count, followed, best, place = self._count, self._followed, self._best, self._place
-        for token in tokens:
-            text.append(token)
-            end, tail = len(text), [ROOT]
-            for node in self.tail:
-                followed[node] += 1
-                child = children.get(node * vocab_size + token)
-                if child is None:
-                    child = self._add(node, token, end)
-                else:
-                    count[child] += 1
-                    if len(tail) < self.depth:
-                        if count[child] == 2:
-                            self._expand(child)
-                        tail.append(child)
-                    place[child] = end
-                if count[child] >= count[best[node]]:
-                    best[node] = child
-            del tail[self.depth :]
-            self.tail = tail
+        latest, before = self._latest, self._before
+        for start, token in enumerate(tokens, len(self.text)):
+            before.append(latest.get(token, NONE))
+            latest[token] = start
+        self.text.extend(tokens)
 
     def end_text(self) -> None:
         """End the present text: no string goes on from it into the next one."""
         self.text.append(END)
-        self.tail = [ROOT]
+        self._before.append(NONE)
         self.num_texts += 1
 
-    def _add(self, parent: int, token: int, place: int) -> int:
-        node = len(self._count)
-        self._children[parent * self._vocab_size + token] = node
-        self._count.append(1)
-        self._followed.append(0)
-        self._best.append(ROOT)
-        self._token.append(token)
-        self._place.append(place)
+    def _one_token(self, token: int) -> int | None:
+        """The entry of a string of one token; see `follow`."""
+        start = self._latest.get(token)
+        if start is None:
+            return None
+        node = self._children.get(token)
+        if node is None:
+            if self._before[start] == NONE:
+                return ~start
+            node = self._add(token, start)
+        self._last[node] = start
         return node
 
-    def _expand(self, node: int) -> None:
-        """Add the continuation of a leaf's only occurrence so far."""
-        place = self._place[node]
-        token = self.text[place]
-        if token != END:
-            self._followed[node] = 1
-            self._best[node] = self._add(node, token, place + 1)
+    def _add(self, key: int, start: int) -> int:
+        """Add a node for a string that has occurred once so far."""
+        node = self._children[key] = len(self._count)
+        self._last.append(start)
+        self._read_to.append(NONE)
+        self._count.append(1)
+        self._followed.append(0)
+        self._best.append(END)
+        self._most.append(0)
+        return node
 
-    def step(self, entries: list[int], token: int) -> list[int]:
-        """The `entries` of a text that is one token longer. An entry for each length from 0 on: the
-        node of so many last tokens, or ~place of the only place after them."""
-        text, children, longer = self.text, self._children, [ROOT]
-        for entry in entries[: self.depth - 1]:
-            if entry < 0:
-                if text[~entry] != token:
-                    break
-                longer.append(entry - 1)
+    def _read(self, node: int, length: int) -> None:
+        """Pass the occurrences of a node on to its children, but one at the end of the text."""
+        text, before, children = self.text, self._before, self._children
+        start, read_to = self._last[node], self._read_to[node]
+        if start > read_to and start + length == len(text):
+            start = before[start]
+        if start <= read_to:
+            return
+        starts = []
+        while start > read_to:
+            starts.append(start)
+            start = before[start]
+        if self.num_nodes + len(starts) > self._most_nodes:
+            self.is_full = True
+            return
+        self._read_to[node] = starts[0]
+        count, last = self._count, self._last
+        num_followed, best, most = self._followed[node], self._best[node], self._most[node]
+        first_key = node * self._vocab_size
+        for start in reversed(starts):
+            token = text[start + length]
+            if token == END:
+                continue
+            key, times = first_key + token, 1
+            child = children.get(key)
+            if child is None:
+                children[key] = ~start
+                before[start] = NONE
             else:
-                child = children.get(entry * self._vocab_size + token)
-                if child is None:
-                    break
-                longer.append(child if self._count[child] > 1 else ~self._place[child])
-        return longer
+                if child < 0:
+                    child = self._add(key, ~child)
+                before[start], last[child] = last[child], start
+                times = count[child] = count[child] + 1
+            num_followed += 1
+            if times >= most:
+                best, most = token, times
+        self._followed[node], self._best[node], self._most[node] = num_followed, best, most
 
-    def best_path(self, entries: list[int], limits: Limits) -> Path:
-        """The continuation with the highest score, of the longest match that has it. entries: as in
-        `step`, or `tail`."""
-        found, followed, count = Path(), self._followed, self._count
+    def follow(self, entries: Sequence[int], tokens: Sequence[int], num_new: int) -> list[int]:
+        """Entries of a text that ends with `tokens`, from those that it had without the `num_new`
+        last of these. There is one for each number of last tokens from 0 on, while these occur, and
+        if the text is the trie's, while they have occurred before: their node, or ~start."""
+        found, entry = [ROOT], self._one_token(tokens[-1])
+        while entry is not None and (entry >= 0 or ~entry + len(found) != len(self.text)):
+            found.append(entry)
+            length = len(found)
+            known = length - num_new if length > num_new else 0
+            if known >= len(entries) or length == self.depth or length > len(tokens):
+                break
+            entry = self._descend(entries[known], known, tokens[len(tokens) - length + known :])
+        return found
+
+    def _descend(self, entry: int, length: int, tokens: Sequence[int]) -> int | None:
+        """The entry of the string of `entry`, which has `length` tokens, with `tokens` after it;
+        None if that does not occur."""
+        for number, token in enumerate(tokens, length):
+            if number == 0:
+                found = self._one_token(token)
+            elif entry < 0:
+                found = entry if self.text[~entry + number] == token else None
+            else:
+                self._read(entry, number)
+                found = self._children.get(entry * self._vocab_size + token)
+            if found is None:
+                return None
+            entry = found
+        return entry
+
+    def best_path(self, entries: Sequence[int], limits: Limits) -> Path:
+        """The continuation with the highest score, of the longest match that has it. entries: see
+        `follow`."""
+        found, followed = Path(), self._followed
         before = 0
         for length in range(len(entries) - 1, 0, -1):
             most = min(limits.most, int(limits.factor * length) + limits.num_pending)
@@ -126,13 +173,14 @@ class SuffixTrie:
                 break
             entry = entries[length]
             if entry < 0:
-                path = self._copied(Path(), ~entry, most, 1.0)
-            elif followed[entry] == before:  # the places of the longer match
-                continue
+                path = self._copied(Path(), ~entry + length, most, 1.0)
             else:
+                self._read(entry, length)
+                if followed[entry] in (0, before):  # the places of the longer match
+                    continue
                 before = followed[entry]
                 # No token of a path is more probable than its first one.
-                if before and count[self._best[entry]] / before * most <= found.score:
+                if self._most[entry] / before * most <= found.score:
                     continue
                 path = self._path(entry, length, most, limits.min_prob)
             if path.score > found.score:
@@ -143,19 +191,22 @@ class SuffixTrie:
     def _path(self, node: int, length: int, most: int, min_prob: float) -> Path:
         """The most frequent tokens after the string of a node, while their probability is at least
         `min_prob`."""
-        count, followed = self._count, self._followed
         tokens: list[int] = []
         prob, score = 1.0, 0.0
-        while len(tokens) < most and followed[node]:
-            child = self._best[node]
-            prob *= count[child] / followed[node]
+        while len(tokens) < most:
+            self._read(node, length)
+            if not self._followed[node]:
+                break
+            prob *= self._most[node] / self._followed[node]
             if prob < min_prob:
                 break
-            tokens.append(self._token[child])
+            tokens.append(self._best[node])
             score += prob
             length += 1
-            if count[child] == 1 or length == self.depth:
-                return self._copied(Path(tokens, score), self._place[child], most, prob)
+            child = self._children[node * self._vocab_size + tokens[-1]]
+            if child < 0 or length == self.depth:
+                start = ~child if child < 0 else self._last[child]
+                return self._copied(Path(tokens, score), start + length, most, prob)
             node = child
         return Path(tokens, score)
 
