@@ -5,11 +5,11 @@
 
 Prompts are English sentences, and outputs 64 tokens sampled at temperature 4. Both engines run the
 same requests in turn, in alternating order, at 1, 4 and 16 requests at once (4, 8 and 16 prompts),
-after runs until none compiles or captures anything. Prints a line for each: on a CPU the median
-ratio of tokens per second of the process's CPU time, and its quartiles, then the same of the wall's;
-on CUDA, where the host works beside the device, the wall's first. Then the counted work of a round:
-steps, steps with drafts, rows beyond those of `none`, and milliseconds of the host's drafting where
-they are measured. Processes differ by more than rounds do: take the median of several.
+after runs until none compiles or captures anything. Prints a line for each: the median ratio of
+tokens per second of the process's CPU time, and its quartiles, the same of the wall's (on CUDA that
+first, as the host works beside the device), and the counted work of a round: steps, steps with
+drafts, rows beyond those of `none`, and milliseconds of the host's drafting, where measured.
+Processes differ by more than rounds do: take the median of several.
 
 With --shape the target has random weights in that released shape, but the vocabulary of `target`
 and its tokenizer, so that prompts are the same and short matches as frequent. Few drafts should be

@@ -32,7 +32,8 @@ class SuffixTrie:
     once is no node: in its place the table holds ~start, and its continuation is in the text.
 
     Attributes:
-        is_full: a node was left unread, as more nodes than `most_nodes` might have been made.
+        is_full: a node was left unread, as more than `most_nodes` might have been made; from then
+            on none is read.
     """
 
     def __init__(self, depth: int, vocab_size: int, most_nodes: int = sys.maxsize) -> None:
@@ -79,6 +80,8 @@ class SuffixTrie:
         if node is None:
             if self._before[start] == NONE:
                 return ~start
+            if self.num_nodes >= self._most_nodes:
+                return None
             node = self._add(token, start)
         self._last[node] = start
         return node
@@ -100,7 +103,7 @@ class SuffixTrie:
         start, read_to = self._last[node], self._read_to[node]
         if start > read_to and start + length == len(text):
             start = before[start]
-        if start <= read_to:
+        if start <= read_to or self.is_full:
             return
         starts = []
         while start > read_to:
