@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ class SuffixTrie:
             on none is read.
     """
 
-    def __init__(self, depth: int, vocab_size: int, most_nodes: int = sys.maxsize) -> None:
+    def __init__(self, depth: int, vocab_size: int, most_nodes: int | None = None) -> None:
         self.depth = depth
         self.num_texts = 0  # ended ones
         self.text = array("i")
@@ -56,6 +55,9 @@ class SuffixTrie:
     def num_nodes(self) -> int:
         """Number of strings and tokens in tables, which the memory is proportional to."""
         return len(self._latest) + len(self._children) + len(self.text)
+
+    def _has_room(self, num_more: int) -> bool:
+        return self._most_nodes is None or self.num_nodes + num_more <= self._most_nodes
 
     def append(self, tokens: Sequence[int]) -> None:
         """Lengthen the present text."""
@@ -80,7 +82,7 @@ class SuffixTrie:
         if node is None:
             if self._before[start] == NONE:
                 return ~start
-            if self.num_nodes >= self._most_nodes:
+            if not self._has_room(1):
                 return None
             node = self._add(token, start)
         self._last[node] = start
@@ -99,26 +101,26 @@ class SuffixTrie:
 
     def _read(self, node: int, length: int) -> None:
         """Pass the occurrences of a node on to its children, but one at the end of the text."""
-        text, before, children = self.text, self._before, self._children
+        before, text = self._before, self.text
         start, read_to = self._last[node], self._read_to[node]
-        if start > read_to and start + length == len(text):
+        if start + length == len(text):
             start = before[start]
         if start <= read_to or self.is_full:
             return
-        starts = []
-        while start > read_to:
-            starts.append(start)
-            start = before[start]
-        if self.num_nodes + len(starts) > self._most_nodes:
+        starts, older = [start], before[start]
+        while older > read_to:
+            starts.append(older)
+            older = before[older]
+        if not self._has_room(len(starts)):
             self.is_full = True
             return
-        self._read_to[node] = starts[0]
-        count, last = self._count, self._last
-        num_followed, best, most = self._followed[node], self._best[node], self._most[node]
-        first_key = node * self._vocab_size
+        self._read_to[node] = start
+        children, count, most = self._children, self._count, self._most[node]
+        first_key, num_ends = node * self._vocab_size, 0
         for start in reversed(starts):
             token = text[start + length]
             if token == END:
+                num_ends += 1
                 continue
             key, times = first_key + token, 1
             child = children.get(key)
@@ -128,25 +130,31 @@ class SuffixTrie:
             else:
                 if child < 0:
                     child = self._add(key, ~child)
-                before[start], last[child] = last[child], start
+                before[start], self._last[child] = self._last[child], start
                 times = count[child] = count[child] + 1
-            num_followed += 1
             if times >= most:
-                best, most = token, times
-        self._followed[node], self._best[node], self._most[node] = num_followed, best, most
+                self._best[node], most = token, times
+        self._followed[node] += len(starts) - num_ends
+        self._most[node] = most
 
     def follow(self, entries: Sequence[int], tokens: Sequence[int], num_new: int) -> list[int]:
         """Entries of a text that ends with `tokens`, from those that it had without the `num_new`
         last of these. There is one for each number of last tokens from 0 on, while these occur, and
         if the text is the trie's, while they have occurred before: their node, or ~start."""
-        found, entry = [ROOT], self._one_token(tokens[-1])
-        while entry is not None and (entry >= 0 or ~entry + len(found) != len(self.text)):
+        found, entry, length = [ROOT], self._one_token(tokens[-1]), 1
+        size, longest, children = len(self.text), min(self.depth - 1, len(tokens)), self._children
+        while entry is not None and (entry >= 0 or ~entry + length != size):
             found.append(entry)
-            length = len(found)
+            length += 1
             known = length - num_new if length > num_new else 0
-            if known >= len(entries) or length == self.depth or length > len(tokens):
+            if length > longest or known >= len(entries):
                 break
-            entry = self._descend(entries[known], known, tokens[len(tokens) - length + known :])
+            entry = entries[known]
+            if num_new == 1 and entry > ROOT:
+                self._read(entry, known)
+                entry = children.get(entry * self._vocab_size + tokens[-1])
+            else:
+                entry = self._descend(entry, known, tokens[len(tokens) - length + known :])
         return found
 
     def _descend(self, entry: int, length: int, tokens: Sequence[int]) -> int | None:
