@@ -83,7 +83,7 @@ def test_costs_are_those_of_graphs() -> None:
 def test_steps_that_are_launched_ahead_have_the_devices_time() -> None:
     """From the end of one step to that of the next: together they are the time of the run."""
     engine = make_graph_engine(gpu_config("eagle3", "full"), None)
-    requests = zoo_requests(4)
+    requests = zoo_requests(16)
     engine.tokenize(requests)
     engine.prepare(requests)
     list(engine.run(requests, concurrency=4))

@@ -17,7 +17,7 @@ from hydraspec.engine.costs import (
     over_contexts,
     read,
 )
-from hydraspec.engine.run.step_costs import Plane, with_ragged
+from hydraspec.engine.run.step_costs import MAX_RUNS, NUM_STEPS, Plane, with_ragged
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Request, SamplingParams, Span
@@ -96,6 +96,20 @@ def test_only_steps_after_one_of_the_same_length_are_timed():
     ):
         plane.add(step(widths, 1.0 + number, draft_length=max(widths)))
     assert plane.times.step_ms == {(1, 0): [2.0], (2, 2): [4.0, 7.0], (2, HALF): [9.0]}
+
+
+def test_every_length_is_timed_in_runs_that_begin_with_as_many_prompts_as_lengths():
+    """Eleven steps of prompts and seven without, eighteen being six lengths three times: in fixed
+    turns the same lengths would always meet prompts."""
+    plane = Plane(None, DraftLengths(range(5)), 1)
+    plane.size, script = 2, plane.script()
+    for _ in range(MAX_RUNS):
+        for number in range(18):
+            length = next(script)
+            widths = [length] * 2 if isinstance(length, int) else list(length)
+            plane.add(step(widths, 1.0, draft_length=max(widths), prefill=number < 11))
+    assert plane.is_known(2)
+    assert max(map(len, plane.times.step_ms.values())) < 2 * NUM_STEPS
 
 
 def test_a_step_of_two_numbers_of_drafts_is_timed_apart():

@@ -3,9 +3,9 @@ choose K per step by these costs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle, repeat
+from itertools import count, repeat
 from statistics import mean
 
 import numpy as np
@@ -54,16 +54,14 @@ def measure_costs(
     First at the mean context of the requests' own steps, then with filled KV at the contexts of
     `longer_contexts`, there without the batches that do not fit. Draft lengths take turns of HELD
     steps and batches alternate from run to run, so that a machine that gets slower does so for all;
-    the last of them is K for half of the requests and 0 for the others. Which steps run depends on
-    the requests alone, so that ranks run the same steps. The table's rates of acceptance come from
-    the requests' own steps.
+    one of them is K for half of the requests and 0 for the others. Which steps run depends on the
+    requests alone, so that ranks run the same steps. The table's rates of acceptance come from the
+    requests' own steps.
     """
     firsts = [request for request in requests if request.after is None]
     most = min(max_num_seqs, len(firsts))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
     plane = Plane(engine, lengths, num_micro_batches)
-    each: tuple[int | tuple[int, int], ...] = (*lengths.offered, (0, lengths.offered[-1]))
-    lengths.follow(chain.from_iterable(repeat(length, HELD) for length in cycle(each)))
     try:
         plane.measure(firsts, batches)
         if (table := plane.table()) is None:
@@ -95,18 +93,34 @@ class Plane:
     counts: AcceptanceCounts = field(init=False)
     sizes: list[int] = field(default_factory=list)  # requests in the steps that are wanted
     contexts: list[int] = field(default_factory=list)  # tokens of each request of each step
+    size: int = 1  # requests in the steps of the present run
     last: int | None = None  # drafts of each request in the step before; None: of no size
 
     def __post_init__(self) -> None:
         self.counts = AcceptanceCounts(self.lengths.offered[-1])
+
+    def script(self) -> Iterator[int | tuple[int, int]]:
+        """Yield the lengths of steps: HELD times that of which the fewest steps of the present size
+        are timed, of several the one that was not taken for longest. In fixed turns some lengths
+        might always meet the steps that read a run's prompts."""
+        taken = dict.fromkeys([*self.lengths.offered, HALF], 0)
+        for turn in count(1):
+            fewest = min(
+                self._wanted(self.size),
+                key=lambda n: (len(self.times.step_ms[self.size, n]), taken[n]),
+            )
+            taken[fewest] = turn
+            yield from repeat((0, self.lengths.offered[-1]) if fewest == HALF else fewest, HELD)
 
     def measure(self, requests: Sequence[Request], batches: Sequence[int]) -> None:
         """Run batches of the first requests, each until a request ends, until enough steps of each
         size ran."""
         size_of = {batch: -(-batch // self.num_micro_batches) for batch in batches}
         self.sizes = sorted({*size_of.values()})
+        self.lengths.follow(self.script())
         for batch in list(batches) * MAX_RUNS:
-            if self._is_known(size_of[batch]):
+            self.size = size_of[batch]
+            if self.is_known(self.size):
                 continue
             with closing_run(self.engine, _copies(requests, batch), None) as events:
                 for event in events:
@@ -126,13 +140,16 @@ class Plane:
         self.counts.add(found, max(offered, default=0))
         self.contexts += [part.num_computed_tokens for part in step.requests if not part.is_prefill]
 
-    def _is_known(self, size: int) -> bool:
-        wanted = [*self.lengths.offered, *[HALF] * (size > 1)]
-        return all(len(self.times.step_ms[size, n]) >= NUM_STEPS for n in wanted)
+    def _wanted(self, size: int) -> list[int]:
+        return [*self.lengths.offered, *[HALF] * (size > 1)]
+
+    def is_known(self, size: int) -> bool:
+        """Returns whether enough steps of every length are timed."""
+        return all(len(self.times.step_ms[size, n]) >= NUM_STEPS for n in self._wanted(size))
 
     def table(self) -> CostTable | None:
         """Costs of the sizes of which enough steps ran; None: of none."""
-        known = [size for size in self.sizes if self._is_known(size)]
+        known = [size for size in self.sizes if self.is_known(size)]
         if not known:
             return None
         return with_ragged(
