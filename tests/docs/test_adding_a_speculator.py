@@ -121,7 +121,7 @@ def test_the_page_without_weights_works(tmp_path: Path) -> None:
     assert install_it == "pip install -e ."
     runs = [f"{each}{SHORT} workload.limit=5" for each in runs]
     runs[0] += " metrics.trace=true"
-    runs[1] += " workload.concurrency=1"  # fewer costs to measure
+    runs[1] += " engine.max_num_seqs=1"  # fewer costs to measure
     carried_out(folder, runs)
     for name in ("drafted", "chosen"):
         summary = json.loads((folder / name / "summary.json").read_text())

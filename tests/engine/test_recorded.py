@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def accepted_by(engine: Engine, requests: list[Request]) -> dict[int, list[int]]
 
 def long_requests(count: int, **sampling: Any) -> list[Request]:
     return [
-        replace(each, sampling=replace(each.sampling, max_tokens=40, ignore_eos=True))
+        replace(each, sampling=replace(each.sampling, max_tokens=24, ignore_eos=True))
         for each in zoo_requests(count, **sampling)
     ]
 
@@ -111,19 +112,33 @@ def in_turn(lengths: list[int], k: int, num_steps: int) -> list[int]:
     return found
 
 
+Engines = Callable[[int, str], NativeEngine]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Engines that follow the run, by K and graph mode: made once for greedy and sampled ones."""
+    folder = write_run(tmp_path_factory.mktemp("run"))
+
+    @cache
+    def made(k: int, mode: str) -> NativeEngine:
+        backend = RecordedOps() if mode == "full" else None
+        return make_graph_engine(following(folder, k, mode), backend)
+
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_requests_accept_what_was_recorded(
-    k: int, mode: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    k: int, mode: str, temperature: float, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step by step and in turn, again from the beginning where the record ends; fewer drafts follow
     the same process. Greedy and sampled, in graphs and not, as slots get other owners."""
-    backend = None
     if mode == "full":
         attention_as_on_devices(monkeypatch)
-        backend = RecordedOps()
-    engine = make_graph_engine(following(write_run(tmp_path), k, mode), backend)
+    engine = engines(k, mode)
     found = accepted_of(engine, long_requests(7, temperature=temperature))
     for index, lengths in found.items():
         recorded = LENGTHS["abc"[index % 3]]
