@@ -54,7 +54,7 @@ def requests(engine: NativeEngine, count: int, sampling: SamplingParams) -> list
 
 def p_of_outputs(target: str, method: str, *typed: str) -> tuple[float, int]:
     """P-value of the outputs with this drafter, and how many decided drafts were accepted."""
-    engine = engine_of(target, method, "engine.max_num_seqs=64", *typed)
+    engine = engine_of(target, method, "engine.max_num_seqs=200", *typed)
     asked = requests(engine, NUM_REQUESTS, SAMPLING)
     prompt = list(asked[0].tokens.token_ids)
 

@@ -109,13 +109,14 @@ def test_graphs_and_steps_ahead_change_nothing(method: str, mode: str, ahead: bo
 def test_ranks_give_what_one_process_gives(layout: Layout) -> None:
     config, has_logprobs = graph_config("eagle3", "none"), layout.pipeline == 1
     asked = requests(logprobs=has_logprobs)
-    wanted, _ = outputs(NativeEngine(config), asked)
+    wanted = plain("eagle3")
     for found, _ in as_ranks(layout, lambda ranks: outputs(NativeEngine(config), asked)):
         assert {index: tokens for index, (tokens, _) in found.items()} == {
             index: tokens for index, (tokens, _) in wanted.items()
         }
         for index, (_, numbers) in found.items():
-            assert numbers == pytest.approx(wanted[index][1], abs=1e-6)
+            expected = wanted[index][1] if has_logprobs else []
+            assert numbers == pytest.approx(expected, abs=1e-6)
 
 
 def small_cache(config: RunConfig) -> RunConfig:
@@ -126,9 +127,10 @@ def small_cache(config: RunConfig) -> RunConfig:
 
 def test_preempted_requests_count_what_they_said_before() -> None:
     """Greedy: a resumed request's prompt, for penalties and min_tokens, is still its own."""
-    wanted, _ = outputs(NativeEngine(graph_config("eagle3", "none")), requests(greedy=True))
+    each_rule = requests(greedy=True)[: len(RULES)]
+    wanted, _ = outputs(NativeEngine(graph_config("eagle3", "none")), each_rule)
     engine = NativeEngine(small_cache(graph_config("eagle3", "none")))
-    found, num_preempted = outputs(engine, requests(greedy=True))
+    found, num_preempted = outputs(engine, each_rule)
     assert num_preempted > 0
     assert found == wanted
 

@@ -66,7 +66,7 @@ def test_graphs_end_where_the_whole_text_says(
     method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention_as_on_devices(monkeypatch)
-    config = graph_config(method, mode)
+    config = graph_config(method, mode, max_model_len=80, sizes=(5,))
     config.engine.async_scheduling = True
     engine = make_graph_engine(config, RecordedOps())
     assert check_ends(engine, asked(), said(method)) > 0
