@@ -127,9 +127,9 @@ class Stage:
 
     @cached_property
     def continuations(self) -> dict[tuple[int, ...], list[int]]:
-        """What a plain engine says after each prompt: no drafter, no graphs, one request at a time,
-        an ample cache; on the CPU."""
-        return _continuations(stage(self.name, self.dtype))
+        """What a plain engine says after each prompt that is asked for: no drafter, no graphs, one
+        request at a time, an ample cache; on the CPU."""
+        return _Continuations(stage(self.name, self.dtype))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -233,22 +233,31 @@ def _random(name: str, dtype: Dtype, device: str) -> Stage:
     return found
 
 
-def _continuations(found: Stage) -> dict[tuple[int, ...], list[int]]:
-    config = run_config(
-        found.checkpoint, dtype=found.dtype, weights=found.weights, max_num_seqs=1, block_size=16
-    )
-    config.target.max_model_len = min(256, found.target.max_position_embeddings)
-    sampling = SamplingParams(max_tokens=KNOWN_TOKENS, ignore_eos=True)
-    requests = [
-        Request(index=i, id=str(i), sampling=sampling, prompt_token_ids=list(prompt))
-        for i, prompt in enumerate(found.prompts)
-    ]
-    known = {}
-    for event in found.engine(config).run(requests, concurrency=1):
-        if isinstance(event, Completion):
-            assert event.error is None
-            known[found.prompts[event.index]] = event.output_token_ids
-    return known
+class _Continuations(dict[tuple[int, ...], list[int]]):
+    """Made when they are asked for: most cases draw few of the prompts."""
+
+    def __init__(self, found: Stage) -> None:
+        super().__init__()
+        self._found = found
+
+    def __missing__(self, prompt: tuple[int, ...]) -> list[int]:
+        found = self._found
+        assert prompt in found.prompts
+        config = run_config(
+            found.checkpoint,
+            dtype=found.dtype,
+            weights=found.weights,
+            max_num_seqs=1,
+            block_size=16,
+        )
+        config.target.max_model_len = min(256, found.target.max_position_embeddings)
+        sampling = SamplingParams(max_tokens=KNOWN_TOKENS, ignore_eos=True)
+        request = Request(index=0, id="0", sampling=sampling, prompt_token_ids=list(prompt))
+        for event in found.engine(config).run([request], concurrency=1):
+            if isinstance(event, Completion):
+                assert event.error is None
+                self[prompt] = event.output_token_ids
+        return self[prompt]
 
 
 def expected_output(
