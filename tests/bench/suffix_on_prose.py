@@ -1,6 +1,6 @@
 """Speed of suffix decoding over `none` on text without repetition, in one process.
 
-    python tests/bench/suffix_on_prose.py [target] [rounds] [method]   # tiny_gemma4, 6 and suffix
+    python tests/bench/suffix_on_prose.py [target] [rounds] [key=value ...]      # tiny_gemma4 and 6
     python tests/bench/suffix_on_prose.py tiny_gemma4 6 --shape gemma4_31b    # on a GPU
 
 Prompts are English sentences, and outputs 64 tokens sampled at temperature 4. Both engines run the
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target", nargs="?", default="tiny_gemma4")
     parser.add_argument("rounds", nargs="?", type=int, default=6)
-    parser.add_argument("method", nargs="?", default="suffix")
+    parser.add_argument("--method", default="suffix")
     parser.add_argument("--shape", help="a folder's name in hydraspec/models/shapes")
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(1)
