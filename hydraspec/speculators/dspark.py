@@ -61,28 +61,27 @@ class DSparkSpeculator(BlockSpeculator):
         if states is None:
             return None
         newest = self.newest_row(verdict, batch, state)
-        draft = together(self._chosen(states, newest, batch, state))
+        rows = states[:, -self.draft_length(batch) :]
+        if self.head.markov is None:
+            draft = self.sample_drafts(rows, batch, state, newest.seq_lens)
+        else:
+            draft = together(self._chosen(states, newest, batch, state))
         if not self.estimates_survival:
             return draft
-        rows = states[:, -self.draft_length(batch) :]
         survivals = self.head.survivals(rows, newest.token_ids, draft.tokens)
         return trimmed(draft, survivals, self._least)
 
     def _chosen(
         self, states: Tensor, newest: NewestRows, batch: Batch, state: RequestState
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Tokens [B] of each draft, and the probabilities that they were drawn from; see
-        `sample_draft`."""
+        """Tokens [B] of each draft in view of the one before, and the probabilities that they were
+        drawn from; see `sample_draft`."""
         head, k = self.head, self.draft_length(batch)
 
         def draw(columns: Tensor, index: int) -> tuple[Tensor, Tensor]:
             logits = head.vocabulary.whole(columns)
             return self.draw_draft(logits, batch, state, newest.seq_lens, index)
 
-        if head.markov is None:
-            for index, hidden in enumerate(states[:, -k:].unbind(1)):
-                yield self.sample_draft(hidden, batch, state, newest.seq_lens, index)
-            return
         is_drawn = self.is_probabilistic and not batch.all_greedy
         choose: Choose = draw if is_drawn else head.greedy_choice
         yield from head.in_turn(states, newest.token_ids, k, choose)

@@ -35,9 +35,20 @@ class ParallelSpeculator(DraftModelSpeculator):
         if states is None:
             return None
         seq_lens = state.num_computed.index_select(0, batch.slots)
+        return self.sample_drafts(states, batch, state, seq_lens)
+
+    def sample_drafts(
+        self, states: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor
+    ) -> Draft:
+        """Drafts of states [B, K, D]; see `sample_draft`. All logits come from one product: each
+        reads the whole head, which for a large vocabulary takes as long as layers do."""
+        rows, shape = states.flatten(0, 1), states.shape[:2]
+        if not self.is_probabilistic or batch.all_greedy:
+            return Draft(tokens=self.head.greedy_tokens(rows).view(shape))
+        logits = self.head.compute_logits(rows).unflatten(0, shape)
         return together(
-            self.sample_draft(hidden, batch, state, seq_lens, index)
-            for index, hidden in enumerate(states.unbind(1))
+            self.draw_draft(each, batch, state, seq_lens, index)
+            for index, each in enumerate(logits.unbind(1))
         )
 
     def needs_drafts(self, target_step: TargetStep, batch: Batch) -> bool:

@@ -20,7 +20,7 @@ from plain_loops import MAX_K, run_scenarios
 from scenarios import Outcome
 from torch import Tensor
 
-from hydraspec.types import Rows, TargetStep
+from hydraspec.types import Draft, Rows, TargetStep
 
 QUICK = ("dflash on qwen3", "dspark on gemma4")
 
@@ -39,6 +39,36 @@ def test_drafts_and_acceptance_equal_the_definition_everywhere(name: str, tmp_pa
     outcome = run_scenarios(make_world(tmp_path, name, num_prompts=8), 200, 2, Outcome())
     assert outcome.num_preempted > 10
     assert {right for _, right in outcome.accepted} >= set(range(MAX_K // 2))
+
+
+def test_logits_of_all_drafts_come_from_one_product(tmp_path: Path) -> None:
+    """Each reads the whole head, which for a large vocabulary takes as long as layers do."""
+    rows_of_products, num_drafts = list[int](), list[int]()
+
+    def count(speculator: Any) -> None:
+        true_columns = speculator.head.columns
+
+        def columns(hidden: Tensor) -> Tensor:
+            rows_of_products.append(len(hidden))
+            found: Tensor = true_columns(hidden)
+            return found
+
+        speculator.head.columns = columns
+        true_propose = speculator.propose
+
+        def propose(*args: Any) -> Draft | None:
+            rows_of_products.clear()
+            draft: Draft | None = true_propose(*args)
+            if draft is not None:
+                num_drafts.append(draft.tokens.numel())
+            assert rows_of_products == ([] if draft is None else num_drafts[-1:])
+            return draft
+
+        speculator.propose = propose
+
+    world = make_world(tmp_path, "dflash on qwen3", num_prompts=3)
+    run_scenarios(world, 3, 1, Outcome(), count)
+    assert max(num_drafts) > 1
 
 
 # ------------------------------------------------------------------ planted mistakes
