@@ -125,8 +125,8 @@ def test_a_step_ahead_of_results(
 
 
 def test_steps_of_two_lengths_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded to as many rows as 1, 2, 4, … drafts per request take; a step with a prompt, which may
-    have more rows of a request, runs none of them."""
+    """Padded to as many rows as 1, 2, 3, 4, 6, … drafts per request take; a step with a prompt,
+    which may have more rows of a request, runs none of them."""
     attention_as_on_devices(monkeypatch)
     config = config_of("gemma4_mtp", tmp_path, "full_decode_only", sizes=(1, 2, 4, 5))
     engine = make_graph_engine(config, RecordedOps())
@@ -135,7 +135,7 @@ def test_steps_of_two_lengths_have_graphs(tmp_path: Path, monkeypatch: pytest.Mo
     found = [d for d in graphs.manager.descriptors if d.most_rows is not None]
     assert {d.most_rows for d in found} == {MOST + 1}
     assert {(d.num_requests, d.num_rows) for d in found} == {
-        (size, size * rows) for size in (2, 4, 5) for rows in (2, 3, 5)
+        (size, size * rows) for size in (2, 4, 5) for rows in (2, 3, 4, 5)
     }
     lengths = engine.parts.scheduler.draft_lengths
     assert lengths is not None
