@@ -185,6 +185,11 @@ def half_size(record: StepRecord) -> Size | None:
     return (len(widths), HALF) if is_half else None
 
 
+def timed_size(record: StepRecord) -> Size | None:
+    """The size of a step whose time is a cost: `full_size` or `half_size`."""
+    return full_size(record) or half_size(record)
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Milliseconds of decode steps in which every request verifies and proposes K drafts, and of
@@ -202,9 +207,9 @@ class StepTimes:
     draft_ms: dict[Size, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, record: StepRecord) -> None:
-        """Keep the times of a step to which `full_size` or `half_size` gives a size: the device's
-        where it has a clock, since where the host is late one step of its own is too short."""
-        if (size := full_size(record) or half_size(record)) is None:
+        """Keep the times of a step of a `timed_size`: the device's where it has a clock, since
+        where the host is late one step of its own is too short."""
+        if (size := timed_size(record)) is None:
             return
         step_ms = record.total_ms if record.device_ms is None else record.device_ms
         self.step_ms[size].append(step_ms)

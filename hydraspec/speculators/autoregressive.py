@@ -184,7 +184,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return num_requests if captured is None else captured.descriptor.num_requests
 
     def _captured_for(self, batch: Batch) -> Captured[DecodeInputs, Draft] | None:
-        sampled = self.is_probabilistic and not batch.all_greedy
+        sampled = self.draws(batch)
         is_shorter = self.draft_length(batch) < self.num_speculative_tokens
         if self._decode_graphs is None or sampled or is_shorter:
             return None

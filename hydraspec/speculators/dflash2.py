@@ -32,7 +32,7 @@ class DFlash2Speculator(BlockSpeculator):
         head, selector = self.head, self.head.selector
         assert selector is not None, "DFlash2 has a selector"
         newest, found = self.newest_row(verdict, batch, state), head.candidates(rows)
-        is_drawn = self.is_probabilistic and not batch.all_greedy
+        is_drawn = self.draws(batch)
         token, probs = newest.token_ids, None
         for index in range(rows.shape[1]):
             if is_drawn:

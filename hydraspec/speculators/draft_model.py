@@ -162,6 +162,10 @@ class DraftModelSpeculator(BaseSpeculator):
         size: int = self.head.memory_bytes()
         return size
 
+    def draws(self, batch: Batch) -> bool:
+        """Returns whether drafts of a step are drawn, with probabilities, and not the best ones."""
+        return self.is_probabilistic and not batch.all_greedy
+
     def sample_draft(
         self, hidden: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int
     ) -> tuple[Tensor, Tensor | None]:
@@ -171,7 +175,7 @@ class DraftModelSpeculator(BaseSpeculator):
         seq_lens [B] are p + 1: the sampled token has that position, so the draft predicts
         p + 2 + index.
         """
-        if not self.is_probabilistic or batch.all_greedy:
+        if not self.draws(batch):
             return self.head.greedy_tokens(hidden), None
         return self.draw_draft(self.head.compute_logits(hidden), batch, state, seq_lens, index)
 

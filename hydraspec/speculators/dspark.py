@@ -82,8 +82,7 @@ class DSparkSpeculator(BlockSpeculator):
             logits = head.vocabulary.whole(columns)
             return self.draw_draft(logits, batch, state, newest.seq_lens, index)
 
-        is_drawn = self.is_probabilistic and not batch.all_greedy
-        choose: Choose = draw if is_drawn else head.greedy_choice
+        choose: Choose = draw if self.draws(batch) else head.greedy_choice
         yield from head.in_turn(states, newest.token_ids, k, choose)
 
 

@@ -43,7 +43,7 @@ class ParallelSpeculator(DraftModelSpeculator):
         """Drafts of states [B, K, D]; see `sample_draft`. All logits come from one product: each
         reads the whole head, which for a large vocabulary takes as long as layers do."""
         rows, shape = states.flatten(0, 1), states.shape[:2]
-        if not self.is_probabilistic or batch.all_greedy:
+        if not self.draws(batch):
             return Draft(tokens=self.head.greedy_tokens(rows).view(shape))
         logits = self.head.compute_logits(rows).unflatten(0, shape)
         return together(

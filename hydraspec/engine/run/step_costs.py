@@ -16,9 +16,8 @@ from hydraspec.engine.costs import (
     CostTable,
     StepTimes,
     filled_to,
-    full_size,
-    half_size,
     over_contexts,
+    timed_size,
 )
 from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
@@ -62,23 +61,20 @@ def measure_costs(
     most = min(max_num_seqs, len(firsts))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
     plane = Plane(engine, lengths, num_micro_batches)
-    try:
-        plane.measure(firsts, batches)
-        if (table := plane.table()) is None:
-            return None
-        context, rates = plane.mean_context(), plane.counts.rates()
-        tables = {context: table}
-        for longer in longer_contexts(firsts, context):
-            room = engine.most_at_once(longer + TOKENS_PER_RUN) or 0
-            plane = Plane(engine, lengths, num_micro_batches)
-            plane.measure(
-                [filled_to(request, longer) for request in firsts],
-                [batch for batch in batches if batch <= room],
-            )
-            if (table := plane.table()) is not None:
-                tables[longer] = table
-    finally:
-        lengths.follow(None)
+    plane.measure(firsts, batches)
+    if (table := plane.table()) is None:
+        return None
+    context, rates = plane.mean_context(), plane.counts.rates()
+    tables = {context: table}
+    for longer in longer_contexts(firsts, context):
+        room = engine.most_at_once(longer + TOKENS_PER_RUN) or 0
+        plane = Plane(engine, lengths, num_micro_batches)
+        plane.measure(
+            [filled_to(request, longer) for request in firsts],
+            [batch for batch in batches if batch <= room],
+        )
+        if (table := plane.table()) is not None:
+            tables[longer] = table
     return over_contexts(tables, rates)
 
 
@@ -118,20 +114,25 @@ class Plane:
         size_of = {batch: -(-batch // self.num_micro_batches) for batch in batches}
         self.sizes = sorted({*size_of.values()})
         self.lengths.follow(self.script())
-        for batch in list(batches) * MAX_RUNS:
-            self.size = size_of[batch]
-            if self.is_known(self.size):
-                continue
-            with closing_run(self.engine, _copies(requests, batch), None) as events:
-                for event in events:
-                    if not isinstance(event, StepRecord):
-                        break
-                    self.add(event)
+        try:
+            for batch in list(batches) * MAX_RUNS:
+                self.size = size_of[batch]
+                if not self.is_known(self.size):
+                    self._time(_copies(requests, batch))
+        finally:
+            self.lengths.follow(None)
+
+    def _time(self, requests: Sequence[Request]) -> None:
+        with closing_run(self.engine, requests, None) as events:
+            for event in events:
+                if not isinstance(event, StepRecord):
+                    break
+                self.add(event)
 
     def add(self, step: StepRecord) -> None:
         """Time the step if that before had as many drafts: where the host is busy, a part of its
         work for one length counts for the next, and a drafter that has rested makes up for it."""
-        size = full_size(step) or half_size(step)
+        size = timed_size(step)
         before, self.last = self.last, None if size is None else size[1]
         if before is not None and before == self.last:
             self.times.add(step)
