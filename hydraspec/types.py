@@ -1,6 +1,5 @@
-"""Records that flow through a step. The module also exports the kernels' records of attention and
-verification, the errors of errors.py, the prompts of prompts.py and the sampling of parameters.py;
-it imports no other room.
+"""Records that flow through a step. The module also exports the kernels' records, the errors of
+errors.py, prompts.py and the sampling of parameters.py; it imports no other room.
 
 Shape legend, the same letters everywhere:
 
@@ -259,6 +258,7 @@ class StepPlan:
     num_speculative_tokens: int  # K, the width of draft tensors (0 without a drafter)
     flags: SamplingFlags = EVERYTHING
     draft_length: int | None = None  # chosen for this step, at most K; None: K in every step
+    proposes: np.ndarray | None = None  # [B] bool: drafts are wanted after it; None: for all
     continuations: Continuations | None = None  # drafts to verify, where the host proposes any
     images: tuple[ImageRows, ...] = ()  # rows of images
     next_images: tuple[ImageRows, ...] = ()  # rows before tokens of images, if the drafter asks
@@ -279,7 +279,6 @@ class RequestState:
     """Per-slot state that changes every step; it lives on the device and is never read by the host.
 
     The last slot belongs to no request: padding requests of graphs share it, with nothing computed.
-
     token_ids holds prompt and sampled tokens, then drafts under verification after the newest one
     (number num_computed of a decoding request). Column L takes masked writes.
     """
@@ -352,6 +351,7 @@ class Batch(Rows):
     flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
     draft_length: int | None = None  # drafts to propose after the step; None: K
+    proposes: Tensor | None = None  # [B] bool, see StepPlan; in graphs that need it
     next_encoded: EncodedRows | None = None  # rows whose following token is none of text
 
     @property

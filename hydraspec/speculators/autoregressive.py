@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -70,7 +70,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         none_wanted = length == 0 or target_step.logits.shape[0] == 0
         if none_wanted and not self.owns_kv_cache:
             return None
-        row = self.newest_row(verdict, batch, state)
+        row = wanted_rows(self.newest_row(verdict, batch, state), batch)
         shared = self.begin(row, batch)
         hidden, feedback = self.first_step(row, shared, target_step, batch, state)
         if none_wanted:  # the draft's cache is filled, and no request needs drafts
@@ -78,13 +78,14 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         tokens, probs = self.sample_draft(hidden, batch, state, row.seq_lens, 0)
         first = None if probs is None else probs.unsqueeze(1)
         if length == 1:
-            return Draft(tokens=tokens.unsqueeze(1), probs=first)
+            return wanted_drafts(Draft(tokens=tokens.unsqueeze(1), probs=first), batch)
         start = DecodeStart(row, tokens, feedback)
         # A break of piecewise captures: the decode pass has its own graph, or is eager.
         rest = breaks.run(self._decode_pass, start, shared, batch, state)
         if first is not None and rest.probs is not None:
             first = torch.cat((first, rest.probs), 1)
-        return Draft(tokens=torch.cat((tokens.unsqueeze(1), rest.tokens), 1), probs=first)
+        tokens = torch.cat((tokens.unsqueeze(1), rest.tokens), 1)
+        return wanted_drafts(Draft(tokens=tokens, probs=first), batch)
 
     def begin(self, row: NewestRows, batch: Batch) -> Any:
         """Inputs that all K draft steps share; computed from the newest rows alone.
@@ -213,6 +214,22 @@ def _one_row_each(num_requests: int) -> Descriptor:
     return Descriptor(num_requests=num_requests, num_rows=num_requests, rows_per_request=1)
 
 
+def wanted_rows(row: NewestRows, batch: Batch) -> NewestRows:
+    """The newest rows with those of requests that want no drafts as padding, which attends to
+    nothing and writes nothing."""
+    wanted = batch.proposes
+    if wanted is None:
+        return row
+    return replace(row, positions=row.positions * wanted, seq_lens=row.seq_lens * wanted)
+
+
+def wanted_drafts(draft: Draft, batch: Batch) -> Draft:
+    """The drafts of requests that want any, -1 for the others."""
+    if batch.proposes is None:
+        return draft
+    return replace(draft, tokens=draft.tokens.where(batch.proposes.unsqueeze(1), -1))
+
+
 def target_rows(batch: Batch, state: RequestState, specs: Sequence[KVGroupSpec]) -> Rows:
     """The step's rows as draft rows: each reads the following token, at the same position and cache
     row.
@@ -252,9 +269,10 @@ def single_rows(
     """Draft rows, one per request, `lookahead` positions after its newest row; `tokens` [B] are
     their inputs."""
     tables = batch.block_tables[len(batch.block_tables) - len(specs) :]
+    padded = batch.has_padding or batch.proposes is not None
     max_seq_len = max(segment.max_seq_len for segment in batch.segments) + lookahead
     groups = GroupTables(tables, [spec.block_size for spec in specs])
-    rows = decode_rows(row.positions, row.seq_lens, lookahead, groups, padded=batch.has_padding)
+    rows = decode_rows(row.positions, row.seq_lens, lookahead, groups, padded=padded)
     return Rows(
         segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len),),
         input_ids=tokens,
@@ -263,5 +281,5 @@ def single_rows(
         slot_mapping=rows.slot_mapping,
         block_tables=tables,
         query_start_loc=query_start_loc,
-        has_padding=batch.has_padding,
+        has_padding=padded,
     )

@@ -159,3 +159,31 @@ def test_steps_of_two_lengths_have_graphs(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     assert prompts
     assert not any(prompts)
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"), [("gemma4_mtp", "none"), ("eagle3", "full_decode_only")]
+)
+def test_drafts_are_made_for_requests_that_want_them(
+    method: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are padding to the drafter until they are to verify drafts, and have none in the first
+    step in which they are."""
+    attention_as_on_devices(monkeypatch)
+    requests = zoo_requests(2, ignore_eos=True)
+    for each in requests:
+        each.sampling = replace(each.sampling, max_tokens=40)
+    plain = graph_config("none", "none", pair=(PAIRS[method][0], None))
+    wanted = run_requests(make_graph_engine(plain, None), requests).outputs
+    config = config_of(method, tmp_path, mode, sizes=(1, 2, 4))
+    engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
+    lengths = engine.parts.scheduler.draft_lengths
+    assert lengths is not None
+    lengths.follow([*[(0, MOST)] * 12, *[MOST] * 500])
+    run = run_requests(engine, requests)
+    assert run.outputs == wanted
+    late, early = ([len(drafts) for drafts in run.drafts[index]] for index in (0, 1))
+    first = early.index(MOST)
+    assert set(late[:12]) == {0} == {*early[:first]}
+    assert set(early[first:12]) == {MOST}
+    assert late[12:15] == [0, MOST, MOST]

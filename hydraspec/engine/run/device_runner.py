@@ -211,6 +211,7 @@ class DeviceRunner(Runner):
             needed=needed,
             draft_length=length,
             num_verified=length if self._is_narrow else None,
+            by_request=self.limits.is_by_request and rows is None,
         )
 
     @property
@@ -304,6 +305,7 @@ class DeviceRunner(Runner):
             # A captured decode pass always makes K drafts.
             draft_length=plan.draft_length if self.modes.draft == NONE else None,
             num_verified=self._num_verified(plan),
+            by_request=plan.proposes is not None,
         )
         if plan.num_late is not None:
             placed = replace(placed, late=LateRows(plan.num_late, plan.drafter_rests))

@@ -51,6 +51,7 @@ class PlanTensors(RowLayout):
     has_padding: bool = False
     needed: NeededRows | None = None  # None: all rows, and in graphs
     draft_length: int | None = None  # see StepPlan
+    proposes: Tensor | None = None  # [B] bool, see Batch
     encoded: EncodedRows | None = None  # see Batch; in no graph
     next_encoded: EncodedRows | None = None
     late: LateRows | None = None  # in no graph
@@ -101,6 +102,7 @@ def prepare(plan: PlanTensors, state: RequestState, specs: Sequence[KVGroupSpec]
         flags=plan.flags,
         needed=plan.needed,
         draft_length=plan.draft_length,
+        proposes=plan.proposes,
         encoded=plan.encoded,
         next_encoded=plan.next_encoded,
     )

@@ -64,9 +64,9 @@ def wait_for(event: torch.cuda.Event) -> None:
 class PlanUpload:
     """Device memory of one plan. Sections of requests have fixed places; others depend on the rows.
 
-    Words: slots, rows, drafts, samples, query_start_loc of all requests, then for mixed plans the
-    request and the offset of each row and the rows to sample from or verify, then the needed rows
-    (see NeededRows) if they are not all, then changed table entries.
+    Words: slots, rows, drafts, query_start_loc, samples and proposes of all requests, then for
+    mixed plans the request and the offset of each row and the rows to sample from or verify, then
+    the needed rows (see NeededRows) if they are not all, then changed table entries.
     """
 
     def __init__(self, shape: UploadShape, device: torch.device) -> None:
@@ -76,7 +76,8 @@ class PlanUpload:
         each = _aligned(b)
         self._slots, self._rows, self._drafts, self._starts = (i * each for i in range(4))
         self._samples = self._starts + _aligned(b + 1)
-        self._header = self._samples + _aligned(-(-b // 8))  # a byte each
+        self._proposes = self._samples + _aligned(-(-b // 8))  # a byte each
+        self._header = self._proposes + _aligned(-(-b // 8))
         words = self._header + 2 * _aligned(shape.max_num_rows) + _aligned(b * (k + 1))
         words += 2 * _aligned(b * (k + 1)) + _aligned(b) + _aligned(b + 1)  # needed rows
         words += 2 * MAX_CHANGES + ALIGNMENT
@@ -107,20 +108,19 @@ class PlanUpload:
         needed: NeededRows | None = None,
         draft_length: int | None = None,
         num_verified: int | None = None,
+        by_request: bool = False,
     ) -> PlanTensors:
         """The tensors of plans of this shape. rows_of_logits: how many each request of a mixed
         plan gets, 0, 1 or (None) K+1; a uniform plan has logits of every row, and so has a mixed
-        one with no more rows than that. needed: the needed rows that were written with the plan.
-        draft_length: how many drafts its steps propose; None: K. num_verified: width of the drafts
-        under verification, at least as many as any request has; None: K.
-        """
+        one with no more rows than that. needed: as written with the plan. draft_length: drafts that
+        its steps propose; None: K. num_verified: width of the drafts under verification, the most
+        of any request; None: K. by_request: some requests may want no drafts."""
         b, t = descriptor.num_requests, descriptor.num_rows
         k = self.shape.num_speculative_tokens if num_verified is None else num_verified
         each = k + 1 if rows_of_logits is None else rows_of_logits
         slots, num_rows, num_drafts = (
             self._words[first : first + b] for first in (self._slots, self._rows, self._drafts)
         )
-        samples = self._words[self._samples : self._header].view(torch.bool)[:b]
         logits_rows: Tensor | None = None
         verify_rows = self._verify_rows(descriptor, k, each)
         if descriptor.rows_per_request is not None:
@@ -138,7 +138,7 @@ class PlanUpload:
         return PlanTensors(
             num_rows=num_rows,
             num_drafts=num_drafts,
-            samples=samples,
+            samples=self._flags(self._samples, b),
             query_start_loc=starts,
             row_request=row_request,
             row_offset=row_offset,
@@ -153,7 +153,12 @@ class PlanUpload:
             has_padding=has_padding,
             needed=needed and self._sent(needed, self._end_of_rows(descriptor, each)),
             draft_length=draft_length,
+            proposes=self._flags(self._proposes, b) if by_request else None,
         )
+
+    def _flags(self, first: int, b: int) -> Tensor:
+        """A section of flags of requests, [b] bool, from word `first` on."""
+        return self._words[first : self._header].view(torch.bool)[:b]
 
     def _sent(self, needed: NeededRows, first: int) -> NeededRows:
         """The needed rows on the device, in sections from word `first` on."""
@@ -246,7 +251,9 @@ class PlanUpload:
         words[self._slots : self._slots + b] = plan.slots
         words[self._rows : self._rows + b] = plan.num_rows
         words[self._drafts : self._drafts + b] = plan.num_drafts
-        words[self._samples : self._header].view(np.bool_)[:b] = plan.samples
+        words[self._samples : self._proposes].view(np.bool_)[:b] = plan.samples
+        proposes = True if plan.proposes is None else plan.proposes
+        words[self._proposes : self._header].view(np.bool_)[:b] = proposes
         np.cumsum(plan.num_rows, out=words[starts + 1 : starts + 1 + b])
         words[starts + 1 + b : starts + 1 + size] = words[starts + b]
 

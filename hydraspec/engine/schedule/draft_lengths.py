@@ -103,7 +103,8 @@ class ChosenDrafts:
     """The drafts of a step."""
 
     counts: list[int]  # drafts that each request verifies, if so many were proposed
-    draft_length: int  # drafts that are proposed after the step, for each request
+    draft_length: int  # drafts that are proposed after the step, for each request that wants any
+    for_all: bool = False  # that is every request; else those that verify drafts in this step
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class DraftLengths:
             context=sum(each.num_computed for each in likely) // max(1, len(likely)),
         )
         for each, count in zip(likely, chosen.counts, strict=True):
-            each.num_chosen = count
+            each.num_chosen, each.wants_drafts = count, chosen.for_all or count > 0
         return chosen.draft_length
 
     def choose(
@@ -232,12 +233,12 @@ class DraftLengths:
         if length and given and len(given) == len(survivals):
             counts = choice.raised(leading(given, choice.least))
             counts += [0] * (len(slots) - len(counts))
-            return ChosenDrafts(counts, self.offered[-1])
+            return ChosenDrafts(counts, self.offered[-1], for_all=True)
         if (trial := self._tried(choice.step_ms, choice.best.most)) is not None:
             verified = [trial if count == length else count for count in verified]
             length = trial
-        if self._reads_estimates and length:
-            length = self.offered[-1]  # those that are worth it are known before the next step
+        if self._reads_estimates and length:  # what is worth it is known before the next step
+            return ChosenDrafts(verified, self.offered[-1], for_all=True)
         return ChosenDrafts(verified, length)
 
     def _choice_for(self, of: tuple[Sequence[int], int, int], table: CostTable) -> _Choice:

@@ -78,6 +78,7 @@ class PlanBuilder:
             num_speculative_tokens=self._num_speculative_tokens,
             flags=flags,
             draft_length=draft_length,
+            proposes=_proposes(scheduled) if draft_length else None,
             continuations=_continuations(scheduled, self._num_speculative_tokens),
             images=_image_rows(scheduled, 0),
             next_images=_image_rows(scheduled, 1),
@@ -97,6 +98,13 @@ class PlanBuilder:
             arrays = drafts + 1, drafts, np.ones(num_requests, dtype=bool)
             self._steady[num_requests, num_drafts] = arrays
         return arrays
+
+
+def _proposes(scheduled: Sequence[Scheduled]) -> np.ndarray | None:
+    """The requests [B] that want drafts after the step: a prompt, and decodes that are not expected
+    to verify any next; None: all do."""
+    found = np.array([item.is_prefill or item.sequence.wants_drafts for item in scheduled])
+    return None if found.all() else found
 
 
 def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | None:
@@ -232,6 +240,7 @@ def _part(plan: StepPlan, part: slice, segments: list[RowSegment], rows: range) 
         num_rows=plan.num_rows[part],
         num_drafts=plan.num_drafts[part],
         samples=plan.samples[part],
+        proposes=None if plan.proposes is None else plan.proposes[part],
         segments=tuple(segments),
         block_tables=[table.part(part) for table in plan.block_tables],
     )

@@ -33,6 +33,7 @@ class Sequence(OfferedRequest):
     survivals: list[float] | None = None  # see Draft; None: not estimated, or no drafts
     num_worthwhile: int | None = None  # drafts to verify, the first ones; None: all
     num_chosen: int = 0  # drafts to verify, where the engine chooses them by their costs
+    wants_drafts: bool = True  # after its next step, if drafts are proposed then
     num_late: int = 0  # newest rows, in flight or computed, that the drafter has not run over
     drafted: DraftedText | None = None  # of a drafter on the host
     continuation: list[int] = field(default_factory=list)  # that it proposes; see Continuations
