@@ -34,8 +34,11 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
 
     def begin(self, row: NewestRows, batch: Batch) -> DraftContext:
         max_seq_len = max(segment.max_seq_len for segment in batch.segments)
+        # Drafts are not for all requests: as many programs for half of them as else for all.
+        num_busy = 0 if batch.proposes is None else (batch.num_requests + 1) // 2
         return self.head.begin(
-            row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches
+            *(row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches),
+            num_busy=num_busy,
         )
 
     def first_step(

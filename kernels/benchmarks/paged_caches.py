@@ -82,7 +82,7 @@ class Requests:
 def tiled_by(function: str, cut: object) -> Iterator[None]:
     """`tiling.<function>` returns `cut`."""
     original = getattr(tiling, function)
-    setattr(tiling, function, lambda *_: cut)
+    setattr(tiling, function, lambda *_, **__: cut)
     try:
         yield
     finally:

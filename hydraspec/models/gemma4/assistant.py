@@ -150,6 +150,8 @@ class Gemma4Assistant(Weights):
         block_tables: list[Tensor],  # per KV group [B, P]
         max_seq_len: int,  # upper bound of seq_lens
         kv_caches: list[Tensor | None],  # per target layer
+        *,
+        num_busy: int = 0,  # see plan_attention
     ) -> DraftContext:
         """The context of a round: inputs that stay the same over its K steps."""
         b, dtype = positions.shape[0], self.place.dtype
@@ -160,7 +162,8 @@ class Gemma4Assistant(Weights):
             window = text.sliding_window if spec.window is not None else None
             num_heads = self.place.share(text.num_heads).count
             shape = replace(spec.shape, num_heads=num_heads, window=window)
-            plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
+            lens = seq_lens, positions, dtype
+            plan = plan_attention(shape, segments, block_tables[g], *lens, num_busy=num_busy)
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
             cos, sin = rope_table(positions, self.frequencies[kind], dtype)

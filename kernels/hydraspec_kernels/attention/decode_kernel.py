@@ -276,7 +276,8 @@ def attend_projection_kernel(
     if num_rows == 0:
         return found
     max_keys = plan.block_table.shape[1] * group.block_size
-    cut = cuts.decode_tiling(group, plan.max_rows, plan.num_requests, qkv.dtype, max_keys=max_keys)
+    busy = plan.num_busy or plan.num_requests
+    cut = cuts.decode_tiling(group, plan.max_rows, busy, qkv.dtype, max_keys=max_keys)
     row_tiles = triton.cdiv(cuts.queries_of(group, plan.max_rows), cut.block_m)
     tiles = plan.num_requests * row_tiles
     arrived = zero_counters(device)

@@ -180,6 +180,7 @@ class DevicePlan:
     num_requests: int  # B
     max_rows: int  # rows of the request with the most
     sees_until: Tensor | None = None  # [T] last position a row sees, if beyond its own; None: never
+    num_busy: int = 0  # requests that are not padding, if fewer are likely; 0: all of them
 
     @property
     def starts(self) -> Tensor:
@@ -215,6 +216,8 @@ def plan_attention(
     dtype: torch.dtype,
     query_start_loc: Tensor | None = None,
     sees_until: Tensor | None = None,
+    *,
+    num_busy: int = 0,
 ) -> AttentionPlan:
     """The group's plan from block_table [B, P], seq_lens [B] with this step's rows, positions [T]
     and query_start_loc [B+1].
@@ -224,11 +227,14 @@ def plan_attention(
     blocks cannot leak. Only CUDA reads query_start_loc; None there means one row per request.
 
     sees_until [T]: a row of a causal group sees the keys up to this position too, if it is beyond
-    its own; it is less than the request's seq_len.
+    its own; it is less than the request's seq_len. num_busy: so many requests are likely to have
+    keys, the others none (0: all); the work is cut for these.
     """
     assert sees_until is None or shape.mask == "causal"
     if runs_kernels(seq_lens):
-        return device_plan(shape, segments, block_table, seq_lens, query_start_loc, sees_until)
+        plan = device_plan(shape, segments, block_table, seq_lens, query_start_loc, sees_until)
+        plan.num_busy = num_busy
+        return plan
     last = positions if sees_until is None else torch.maximum(positions, sees_until)
     seen = _SeenRows(positions, last, sees_until is not None)
     return _tiled_plan(shape, segments, block_table, seq_lens, seen, dtype)

@@ -88,6 +88,8 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
     block_m = max(16, min(64, next_power_of_2(queries)))
     if dtype is torch.float32:
         cut = exact
+    elif width <= 128:
+        cut = Tiling(block_m, 128, 4, 2) if block_m < 64 else Tiling(block_m, 64, 4, 3)
     else:
         cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
     programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
@@ -220,8 +222,14 @@ def decode_tiling(
         cut = DecodeTiling(16, 16, 8 if width > 256 else 4, 1)
     elif per_sm == 3:
         cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
+    elif width <= 128 and block_m == 32 and programs * MAX_SPLITS <= FULL_DEVICE:
+        cut = DecodeTiling(16, 128, 4, 3)  # more programs, as even the most splits are few
+    elif width <= 128 and block_m > 16:
+        cut = DecodeTiling(block_m, 64, 4, 3)
     elif block_m > 32:
         cut = DecodeTiling(block_m, 32, 8, 3)
+    elif width == 256 and programs > 2 * FULL_DEVICE:
+        cut = DecodeTiling(block_m, 64, 4, 2)
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
     splits = _splits(programs, most_splits(shape, cut, max_rows, max_keys))
