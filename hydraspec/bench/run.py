@@ -26,6 +26,7 @@ from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config import to_dict
 from hydraspec.config.benches import check_room, methods_of
 from hydraspec.config.choices import SEARCH_PATH
+from hydraspec.config.engines import VLLM, is_vllm_key
 from hydraspec.config.schema import RunConfig, Verification
 from hydraspec.errors import CheckpointError
 from hydraspec.lab.folder import RunFolder
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 LOG = "log.txt"
-VLLM = "vllm"
 STOPPED = 130  # exit status after an interrupt
 # Keys that the command of a process sets itself; what was typed for them is dropped.
 OWN_KEYS = {"engine", "method", "tracker", "baseline"}
@@ -184,10 +184,9 @@ def command_of(
     engine: str, method: str, folder: Path, overrides: Sequence[str], benchmark: Benchmark
 ) -> list[str]:
     """The command of a process for one engine and one method, with the overrides typed."""
-    kept = [typed for typed in overrides if _is_kept(typed.lstrip("+~").partition("=")[0])]
     path = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [
-        *(sys.executable, "-m", "hydraspec", *kept),
+        *(sys.executable, "-m", "hydraspec", *_passed_on(overrides, engine)),
         *(f"engine={engine}", f"method={method}", "tracker=none", "baseline=false"),
         *(f"bench.engines=[{engine}]", f"bench.methods=[{method}]", "bench.isolate=false"),
         # vLLM runs as its own generate() does, unless times of tokens are measured: recording
@@ -199,6 +198,18 @@ def command_of(
         ),
         f"hydra.run.dir='{path}'",
     ]
+
+
+def _passed_on(overrides: Sequence[str], engine: str) -> Iterator[str]:
+    """The overrides that the process for an engine gets: keys of engine.vllm are for vLLM alone,
+    where they need no "+"."""
+    for typed in overrides:
+        key = typed.lstrip("+~").partition("=")[0]
+        if not is_vllm_key(key):
+            if _is_kept(key):
+                yield typed
+        elif engine == VLLM:
+            yield typed.lstrip("+")
 
 
 def _is_kept(key: str) -> bool:

@@ -12,18 +12,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR
 from hydraspec.cli.hydra_keys import check_launcher, check_output_subdir
-from hydraspec.cli.overrides import check_keys, leaves, parse, search_places, values_of, with_method
+from hydraspec.cli.overrides import (
+    check_keys,
+    for_hydra,
+    leaves,
+    parse,
+    search_places,
+    values_of,
+    with_method,
+)
 from hydraspec.cli.translate import translated
 from hydraspec.config import RunConfig, to_run_config
 from hydraspec.config.benches import uncached
-from hydraspec.config.build import NAME, in_mapping
+from hydraspec.config.build import NAME, check_own_key
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
+from hydraspec.config.engines import is_vllm_key
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.names import run_name
 from hydraspec.errors import ConfigurationError, NoDrafterError
@@ -168,21 +177,17 @@ def _jobs_of_sweep(sweep: DictConfig, typed: Sequence[Override]) -> Iterator[Job
 
 def _compose(config_name: str, overrides: Sequence[Override]) -> DictConfig:
     """Compose the configuration, with Hydra's part; `_check_names` checks names of choices."""
-    lines = [_line(o) for o in overrides if not _is_name(o.key_or_group)]
+    lines = [for_hydra(o) for o in overrides if not _is_name(o.key_or_group)]
     return compose(config_name, lines, return_hydra_config=True)
-
-
-def _line(override: Override) -> str:
-    """The override as typed, with "++" for a key in a mapping: else Hydra refuses new names."""
-    line = override.input_line or ""
-    is_plain = override.type is OverrideType.CHANGE
-    return f"++{line}" if is_plain and in_mapping(override.key_or_group) else line
 
 
 def _job(composed: DictConfig, overrides: Sequence[Override], folder: Path) -> Job:
     _check_names(composed, overrides)
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     config = to_run_config(ours)
+    for key, value in (leaf for typed in overrides for leaf in leaves(typed)):
+        if is_vllm_key(key):  # refused even with the default value
+            check_own_key(config, key, value)
     if ours.engine.get("prefix_caching"):
         config.warnings += uncached(config, {o.key_or_group for o in overrides})
     return Job(config=config, overrides=_recorded(overrides), folder=folder, composed=composed)

@@ -11,6 +11,7 @@ from hydra._internal.utils import _run_hydra, get_args_parser
 from hydraspec.cli.compose import CONFIG_MODULE, CONFIG_NAME
 from hydraspec.cli.overrides import (
     check_keys,
+    for_hydra,
     parse,
     search_places,
     with_config_dir,
@@ -79,7 +80,9 @@ def show(args: Namespace) -> None:
     if not args.shell_completion:  # its arguments are no overrides
         search_places(args.overrides)
         args.overrides = with_method(args.overrides)
-        check_keys(parse(args.overrides))
+        typed = parse(args.overrides)
+        check_keys(typed)
+        args.overrides = [for_hydra(override) for override in typed]
     hydra_version.setbase("1.3")
     _run_hydra(args, _parser(), lambda cfg: None, f"pkg://{CONFIG_MODULE}", CONFIG_NAME)
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from hydraspec.cli.hydra_keys import check_hydra_key
 from hydraspec.cli.translate import translated
-from hydraspec.config.build import check_key
+from hydraspec.config.build import check_key, in_mapping
 from hydraspec.config.choices import SEARCH_PATH, choices_of, packaged_drafters, search
+from hydraspec.config.engines import is_vllm_key
 from hydraspec.config.messages import listing, refusal, show
 from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import AUTO
@@ -97,6 +98,14 @@ def _unreadable(line: str) -> ConfigurationError:
     return ConfigurationError(
         f"{line}: cannot be read\n  allowed: group=choice, key=value\n  to do: {remedy}"
     )
+
+
+def for_hydra(override: Override) -> str:
+    """The override as typed, with "++" for a key in a mapping, or one that a benchmark passes on to
+    vLLM: else Hydra refuses what the chosen YAML lacks."""
+    line, key = override.input_line or "", override.key_or_group
+    is_plain = override.type is OverrideType.CHANGE
+    return f"++{line}" if is_plain and (in_mapping(key) or is_vllm_key(key)) else line
 
 
 def check_keys(overrides: Sequence[Override]) -> None:

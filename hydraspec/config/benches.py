@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from hydraspec.config.choices import choices_of, has_key
 from hydraspec.config.drafts import is_per_step
-from hydraspec.config.engines import NATIVE
-from hydraspec.config.messages import listing
+from hydraspec.config.engines import NATIVE, VLLM, VLLM_KEYS
+from hydraspec.config.messages import listing, refusal
 from hydraspec.config.rules import Rule, at_least, goodput_limits
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
@@ -104,6 +104,21 @@ def uncached(config: RunConfig, typed: Container[str]) -> list[str]:
         f"engine.prefix_caching=true has no effect with bench={config.bench.name}: no engine "
         f"caches prefixes there (bench={TURNS} measures them)"
     ]
+
+
+def not_passed_on(config: RunConfig, key: str, value: object) -> ConfigurationError:
+    """The error for a key of engine.vllm with a benchmark that does not start vLLM."""
+    engines = config.bench.engines
+    remedy = "leave it out"
+    if config.bench.name != CONTEXT:  # which vLLM cannot run
+        remedy = f"add bench.engines=[{','.join([*engines, VLLM])}], or leave it out"
+    return refusal(
+        key,
+        value,
+        f"is for vLLM, which bench.engines=[{','.join(engines)}] does not have",
+        allowed=f"no key of {VLLM_KEYS}, or bench.engines with {VLLM}",
+        remedy=remedy,
+    )
 
 
 def _is_one_part(c: RunConfig) -> bool:

@@ -19,9 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec import plugins
+from hydraspec.config.benches import is_bench, not_passed_on
 from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
+from hydraspec.config.engines import is_vllm_key, runs_vllm
 from hydraspec.config.messages import listing, nearest, refusal, show
 from hydraspec.config.options import NoOptions, check_options, options_of
 from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
@@ -77,16 +79,29 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
 
 
 def _check_own_keys(config: RunConfig, group: str, default: object) -> None:
-    """Refuse the first key of a group that its choice lacks, unless the key has its default."""
-    name = getattr(config, group).name
+    """Refuse the first key of a group that its choice lacks, unless the key has its default, or is
+    one for vLLM that an experiment gives to another engine's part of a benchmark too."""
+    is_part = is_bench(config) and not config.bench.isolate
     for key in schema_keys(type(default), group):
         value = attrgetter(key)(config)
-        if not has_key(name, key) and value != attrgetter(key.partition(".")[2])(default):
-            parent = key.rpartition(".")[0]
-            while not (known := keys_in(name, parent)) and parent != group:
-                parent = parent.rpartition(".")[0]
-            given = getattr(value, "value", value)  # plain value of an Enum
-            raise no_key(key, given, f"{group}={name}", parent, set(known) - {NAME})
+        is_for_other = is_part and is_vllm_key(key)
+        if value != attrgetter(key.partition(".")[2])(default) and not is_for_other:
+            check_own_key(config, key, getattr(value, "value", value))  # plain value of an Enum
+
+
+def check_own_key(config: RunConfig, key: str, value: object) -> None:
+    """Raise ConfigurationError for a key that its group's choice lacks, or a key of engine.vllm
+    where no vLLM runs."""
+    group = key.partition(".")[0]
+    name = getattr(config, group).name
+    if runs_vllm(config) if is_vllm_key(key) else has_key(name, key):
+        return
+    if is_vllm_key(key) and is_bench(config):
+        raise not_passed_on(config, key, value)
+    parent = key.rpartition(".")[0]
+    while not (known := keys_in(name, parent)) and parent != group:
+        parent = parent.rpartition(".")[0]
+    raise no_key(key, value, f"{group}={name}", parent, set(known) - {NAME})
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hydraspec.config.schema import AUTO, Device, Dtype, KVDtype, ParallelismCon
 
 TIMEOUT_S = ParallelismConfig(name="").timeout_s
 NATIVE, VLLM = "native", "vllm"
+VLLM_KEYS = "engine.vllm"  # group of keys for vLLM alone, which a benchmark of it takes too
 STAGES = (  # a warning
     "parallelism.pipeline with drafts: vLLM 0.26 does not send drafts to its first stage, so "
     "answers may be wrong; compare them with method=none"
@@ -48,6 +49,17 @@ TAKEN: dict[str, dict[str, tuple[str, ...]]] = {  # values that engines take, if
 def runs_over_ranks(config: RunConfig) -> bool:
     """Returns whether the native engine runs as several ranks; vLLM starts its own processes."""
     return config.engine.name == NATIVE and config.parallelism.num_ranks > 1
+
+
+def runs_vllm(config: RunConfig) -> bool:
+    """Returns whether vLLM runs: as the engine, or as one that the benchmark starts."""
+    is_bench = config.bench.name != "none"
+    return VLLM in (config.bench.engines if is_bench else [config.engine.name])
+
+
+def is_vllm_key(key: str) -> bool:
+    """Returns whether a dotted key is VLLM_KEYS, or in it."""
+    return f"{key}.".startswith(f"{VLLM_KEYS}.")
 
 
 def _taken(engine: str, key: str, values: tuple[str, ...]) -> Rule:
@@ -238,4 +250,7 @@ _CACHE = (
     ),
 )
 KV_CACHE_RULES = tuple(replace(rule, when=lambda c: c.engine.name == NATIVE) for rule in _CACHE)
-VLLM_RULES = tuple(replace(rule, when=lambda c: c.engine.name == VLLM) for rule in _RULES)
+VLLM_RULES = tuple(
+    replace(rule, when=runs_vllm if is_vllm_key(rule.key) else lambda c: c.engine.name == VLLM)
+    for rule in _RULES
+)
