@@ -128,8 +128,9 @@ class Engine(ABC):
             "  allowed: engine=native\n  to do: choose that engine, or close the run's iterator"
         )
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Build ahead of time what `run` would build when these requests first need it."""
+    def prepare(self, requests: Sequence[Request], *, concurrency: int | None = None) -> None:
+        """Build ahead of time what `run` would build when these requests first need it, with at
+        most `concurrency` of them unfinished at a time (None: any number)."""
         return None
 
     def most_at_once(self, num_tokens: int) -> int | None:

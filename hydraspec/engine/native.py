@@ -275,10 +275,10 @@ class NativeEngine(Engine):
     ) -> np.ndarray | None:
         return self._grammars.allowed_after(sampling, token_ids, num_prompt)
 
-    def prepare(self, requests: Seq[Request]) -> None:
+    def prepare(self, requests: Seq[Request], *, concurrency: int | None = None) -> None:
         """Capture graphs for the sampling that these requests need together; if K is chosen by
         costs that are not known, measure them. All ranks use the costs that rank 0 measured."""
-        lengths = self._scheduler.draft_lengths
+        lengths, control = self._scheduler.draft_lengths, self.parts.control
         every = [request.sampling for request in requests]
         for group in (every, [sampling for sampling in every if sampling.temperature == 0]):
             if (variant := flags_of(group)) != GREEDY_VARIANT:
@@ -286,11 +286,11 @@ class NativeEngine(Engine):
         if lengths is None or lengths.costs is not None:
             return
         found = measure_costs(
-            *(self, requests, lengths),
+            *(self, requests, lengths, concurrency),
             max_num_seqs=self._scheduler.max_num_seqs,
+            num_replicas=control.layout.data,
             num_micro_batches=self._scheduler.micro_batches.count,
         )
-        control = self.parts.control
         message = None if found is None else found.as_json()
         agreed = control.gather(message, control.all_ranks, "costs")[0]
         lengths.costs = None if agreed is None else from_json(agreed, "rank 0")

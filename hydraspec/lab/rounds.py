@@ -92,7 +92,7 @@ class Measurement:
         ]
         whole = in_turn[: FULL_WARM_UP_BATCHES * count]
         for engine in (side.engine for side in self.sides.values()):
-            engine.prepare(self.requests)
+            engine.prepare(self.requests, concurrency=self._concurrency)
             for requests in (few, *[whole] * MAX_FULL_WARM_UPS):
                 built_before = engine.num_built()
                 with closing_run(engine, requests, self._concurrency) as events:

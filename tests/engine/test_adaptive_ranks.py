@@ -20,6 +20,7 @@ LAYOUTS = {
     "data": Layout(data=2),
     "all": Layout(tensor=2, pipeline=2, data=2),
 }
+AT_ONCE = 3  # requests
 
 
 @pytest.mark.slow
@@ -28,7 +29,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("axis", LAYOUTS)
 def test_ranks_choose_alike(axis: str, method: str, is_ahead: bool) -> None:
     """A rank that chose another number would send rows that the others do not expect, or compare
-    unequal (parallelism.check)."""
+    unequal (parallelism.check). Costs are of batches of AT_ONCE requests at most, on all replicas
+    together; larger steps take those of the largest."""
     layout = LAYOUTS[axis]
     config = graph_config(method, "none", k=PerStep.auto, max_speculative_tokens=3)
     config.parallelism = replace(
@@ -42,8 +44,10 @@ def test_ranks_choose_alike(axis: str, method: str, is_ahead: bool) -> None:
 
     def lab(engine: Engine) -> tuple[dict[int, list[int]], set[int]]:
         requests = requests_of(engine)
-        engine.prepare(requests)
+        engine.prepare(requests, concurrency=AT_ONCE)
         assert engine.info.costs is not None
+        of_replica = -(-AT_ONCE // layout.data)
+        assert engine.info.costs.batches[-1] == -(-of_replica // layout.pipeline)
         tokens, lengths = {}, set()
         for event in engine.run(requests, concurrency=None):
             if isinstance(event, Completion):

@@ -13,7 +13,7 @@ from records import json_lines, request
 
 import hydraspec
 from hydraspec.lab import recorder
-from hydraspec.lab.rounds import _num_rounds, _parts
+from hydraspec.lab.rounds import Measurement, _num_rounds, _parts
 from hydraspec.metrics.sinks import Side
 from hydraspec.types import Request
 
@@ -49,6 +49,24 @@ def test_conversations_stay_whole(lengths: tuple[int, ...], sizes: list[int]) ->
     assert [len(part) for part in parts] == sizes
     assert [r for part in parts for r in part] == requests
     assert all(part[0].after is None for part in parts)
+
+
+@pytest.mark.parametrize("concurrency", [2, None])
+def test_engines_learn_how_many_requests_run_at_once(
+    concurrency: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they measure or capture anything for more."""
+    told: list[tuple[int, int | None]] = []
+
+    def prepare(engine: FakeEngine, requests: list[Request], *, concurrency: int | None) -> None:
+        told.append((len(requests), concurrency))
+
+    monkeypatch.setattr(FakeEngine, "prepare", prepare)
+    requests = conversations(1, 1, 1)
+    engine = FakeEngine()
+    engine.tokenize(requests)
+    Measurement({Side.method: engine}, requests, [], concurrency=concurrency).warm_up()
+    assert told == [(3, concurrency)]
 
 
 def test_builds_of_the_warm_up_are_not_counted(use_engine: Use, run_config: Run) -> None:

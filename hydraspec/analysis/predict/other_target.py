@@ -34,7 +34,7 @@ MEASURED_AS = {"suffix": "ngram"}  # their drafts cost the target's rows, and li
 VARY = {"suffix"}  # steps have rows for the drafts that there are, at most K
 REMEDY = (
     "measure them: python -m hydraspec -m target=… method=… method.num_speculative_tokens=auto "
-    "method.max_speculative_tokens=7 hydra.sweep.dir=<folder>"
+    "method.max_speculative_tokens=7 workload.concurrency=null hydra.sweep.dir=<folder>"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
+from itertools import count, product, repeat
 from statistics import mean
 
 import numpy as np
@@ -20,6 +20,7 @@ from hydraspec.engine.costs import (
     timed_size,
 )
 from hydraspec.engine.schedule.acceptance import AcceptanceCounts, outcomes
+from hydraspec.engine.schedule.admission import most_of_replica
 from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.types import Request, StepRecord
 
@@ -43,12 +44,15 @@ def measure_costs(
     engine: Engine,
     requests: Sequence[Request],
     lengths: DraftLengths,
+    concurrency: int | None,
     *,
     max_num_seqs: int,
+    num_replicas: int,
     num_micro_batches: int,
 ) -> CostTable | None:
-    """Costs of steps of 1, 2, 4, … requests, up to as many as there are and run at once, without
-    sizes of which too few steps ran; None if that leaves none.
+    """Costs of steps of 1, 2, 4, … requests, up to as many as there are and run at once on one of
+    the replicas if `concurrency` are unfinished on all together (None: any number), without sizes
+    of which too few steps ran; None if that leaves none.
 
     First at the mean context of the requests' own steps, then with filled KV at the contexts of
     `longer_contexts`, there without the batches that do not fit. Draft lengths take turns of HELD
@@ -58,10 +62,13 @@ def measure_costs(
     requests' own steps.
     """
     firsts = [request for request in requests if request.after is None]
-    most = min(max_num_seqs, len(firsts))
+    in_slots = firsts[:max_num_seqs]
+    most = most_of_replica(len(firsts), concurrency, max_num_seqs, num_replicas)
+    if most > num_micro_batches:  # steps in flight are of one size then: others time no HALF
+        most = min(-(-most // num_micro_batches) * num_micro_batches, len(in_slots))
     batches = sorted({1 << n for n in range(most.bit_length())} | {most} - {0})
     plane = Plane(engine, lengths, num_micro_batches)
-    plane.measure(firsts, batches)
+    plane.measure(in_slots, batches)
     if (table := plane.table()) is None:
         return None
     context, rates = plane.mean_context(), plane.counts.rates()
@@ -70,7 +77,7 @@ def measure_costs(
         room = engine.most_at_once(longer + TOKENS_PER_RUN) or 0
         plane = Plane(engine, lengths, num_micro_batches)
         plane.measure(
-            [filled_to(request, longer) for request in firsts],
+            [filled_to(request, longer) for request in in_slots],
             [batch for batch in batches if batch <= room],
         )
         if (table := plane.table()) is not None:
@@ -109,16 +116,16 @@ class Plane:
             yield from repeat((0, self.lengths.offered[-1]) if fewest == HALF else fewest, HELD)
 
     def measure(self, requests: Sequence[Request], batches: Sequence[int]) -> None:
-        """Run batches of the first requests, each until a request ends, until enough steps of each
-        size ran."""
+        """Run batches of these requests, each until a request ends, until enough steps of each size
+        ran. After a run of each batch the requests that follow take their turn."""
         size_of = {batch: -(-batch // self.num_micro_batches) for batch in batches}
         self.sizes = sorted({*size_of.values()})
         self.lengths.follow(self.script())
         try:
-            for batch in list(batches) * MAX_RUNS:
+            for number, batch in product(range(MAX_RUNS), batches):
                 self.size = size_of[batch]
                 if not self.is_known(self.size):
-                    self._time(_copies(requests, batch))
+                    self._time(_copies(requests, number * batches[-1], batch))
         finally:
             self.lengths.follow(None)
 
@@ -176,8 +183,10 @@ def longer_contexts(requests: Sequence[Request], context: int) -> list[int]:
     return [each for each in found if not context / APART < each < context * APART]
 
 
-def _copies(requests: Sequence[Request], count: int) -> list[Request]:
-    """Copies of the first `count` requests, which arrive at once and have equally long outputs."""
+def _copies(requests: Sequence[Request], first: int, count: int) -> list[Request]:
+    """Copies of `count` requests from place `first` on, from the start again after the last; they
+    arrive at once and have equally long outputs."""
+    taken = (requests[place % len(requests)] for place in range(first, first + count))
     return [
         replace(
             request,
@@ -191,7 +200,7 @@ def _copies(requests: Sequence[Request], count: int) -> list[Request]:
                 stop_token_ids=(),
             ),
         )
-        for index, request in enumerate(requests[:count])
+        for index, request in enumerate(taken)
     ]
 
 

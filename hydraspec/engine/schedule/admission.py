@@ -17,6 +17,15 @@ from hydraspec.types import Request
 LONGEST_SLEEP_S = 0.1  # while no request has arrived; between two looks at the other ranks
 
 
+def most_of_replica(
+    num_conversations: int, concurrency: int | None, max_num_seqs: int, num_replicas: int
+) -> int:
+    """Number of requests that a replica may run at once, of conversations of which `concurrency`
+    may be in progress on all replicas together (None: any number)."""
+    together = min(concurrency or num_conversations, num_conversations)
+    return min(max_num_seqs, -(-together // num_replicas))
+
+
 class Admission(Protocol):
     """Source of a run's requests, which the engine asks before each step."""
 

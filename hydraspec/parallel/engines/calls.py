@@ -84,7 +84,7 @@ def _make(
             engine.next_token_logits(request.tokens.token_ids, request.spans, request.images)
         return
     if name == "prepare":
-        engine.prepare(requests)
+        engine.prepare(requests, concurrency=arguments["concurrency"])
     elif name == "run":
         share = Share(**arguments["share"])
         with closing(replica_events(engine, control, requests, share)) as events:

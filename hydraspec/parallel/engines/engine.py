@@ -66,10 +66,12 @@ class ParallelEngine(Engine):
         announce(self._together.control, self._number, name, **arguments)
 
     @contextmanager
-    def _called(self, name: str, requests: Sequence[Request]) -> Iterator[NativeEngine]:
+    def _called(
+        self, name: str, requests: Sequence[Request], **more: Plain
+    ) -> Iterator[NativeEngine]:
         """Context of a call that all ranks make and that is not interrupted within a step."""
         with interrupts_held_back(), self._together.call(self._peers):
-            self._announce_with(name, requests)
+            self._announce_with(name, requests, **more)
             yield self._engine
 
     def _announce_with(self, name: str, requests: Sequence[Request], **more: Plain) -> None:
@@ -115,9 +117,9 @@ class ParallelEngine(Engine):
             yield from events
         self._num_steps = inbox.num_steps
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        with self._called("prepare", requests) as engine:
-            engine.prepare(requests)
+    def prepare(self, requests: Sequence[Request], *, concurrency: int | None = None) -> None:
+        with self._called("prepare", requests, concurrency=concurrency) as engine:
+            engine.prepare(requests, concurrency=concurrency)
 
     def has_eager_steps(self) -> bool:
         return self._engine.has_eager_steps()

@@ -9,7 +9,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hydraspec.engine.native import NativeEngine
-from hydraspec.engine.schedule.admission import Arrivals, Cancels, by_arrival, obeyed
+from hydraspec.engine.schedule.admission import (
+    Arrivals,
+    Cancels,
+    by_arrival,
+    most_of_replica,
+    obeyed,
+)
 from hydraspec.engine.turns import Conversations
 from hydraspec.parallel.control import WATCH_EVERY_S, Control, Wait
 from hydraspec.parallel.engines.outcome import raise_if_failed
@@ -62,8 +68,8 @@ class SharedQueue:
         if not share.has_arrivals:
             self._lists = by_prefix(self._starts, control.layout.data)
         self._limit = share.concurrency or len(self._starts)
-        together = min(self._limit, len(self._starts))
-        self._room = min(max_num_seqs, -(-together // control.layout.data))
+        limits = max_num_seqs, control.layout.data
+        self._room = most_of_replica(len(self._starts), share.concurrency, *limits)
         self._num_ended = self._num_told = 0  # conversations; of those, how many were told
         self._next_turns: list[Request] = []
         self._next: int | None = None  # place of a conversation that is taken and has not joined
