@@ -337,7 +337,7 @@ def test_estimates_choose_what_is_verified() -> None:
     list(decoded(lengths, always(*[0.7] * MOST), 50, 16))
     sure, unsure = [0.95**i for i in range(1, MOST + 1)], [0.05] * MOST
     chosen = lengths.choose(range(16), 16, [sure, unsure] * 8)
-    assert chosen == ChosenDrafts([MOST, 0] * 8, MOST)
+    assert chosen == ChosenDrafts([MOST, 0] * 8, MOST, for_all=True)
     assert lengths.choose(range(16), 16, [unsure] * 4).counts == [0] * 16, "the others read prompts"
     without = lengths.choose(range(16), 16, [None] * 16)
     assert without.draft_length == MOST

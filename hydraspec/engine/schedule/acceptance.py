@@ -22,7 +22,7 @@ MEASURED_WEIGHT, UNKNOWN_WEIGHT = 16.0, 4.0
 # the others: a request whose drafts were rejected is tried again once its counts have faded.
 KEPT_BY_REQUEST, KEPT_AT_REST = 0.95, 0.998
 # Weight of the rates of all requests beside a request's own counts, in verifications.
-WEIGHT_OF_ALL = 8.0
+WEIGHT_OF_ALL = 4.0
 MOST_LIKELY = 0.97  # rate that is expected of a draft that the request has not shown
 # A new request's first draft is expected to be accepted as often as it was at most with this share
 # of the last NUM_KNOWN requests: the mean of all would never try one that is better than most.
