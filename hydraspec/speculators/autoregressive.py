@@ -214,6 +214,12 @@ def _one_row_each(num_requests: int) -> Descriptor:
     return Descriptor(num_requests=num_requests, num_rows=num_requests, rows_per_request=1)
 
 
+def num_busy(batch: Batch) -> int:
+    """See RowSegment: half of the requests where drafts are not for all, since that half has as
+    many programs then as else all have."""
+    return 0 if batch.proposes is None else (batch.num_requests + 1) // 2
+
+
 def wanted_rows(row: NewestRows, batch: Batch) -> NewestRows:
     """The newest rows with those of requests that want no drafts as padding, which attends to
     nothing and writes nothing."""
@@ -274,7 +280,7 @@ def single_rows(
     groups = GroupTables(tables, [spec.block_size for spec in specs])
     rows = decode_rows(row.positions, row.seq_lens, lookahead, groups, padded=padded)
     return Rows(
-        segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len),),
+        segments=(RowSegment(0, 0, batch.num_requests, 1, max_seq_len, num_busy(batch)),),
         input_ids=tokens,
         positions=rows.positions,
         seq_lens=rows.seq_lens,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydraspec.models.base import TargetModel
 from hydraspec.models.gemma4.assistant import DraftContext, Gemma4Assistant, load_assistant
-from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator
+from hydraspec.speculators.autoregressive import AutoRegressiveSpeculator, num_busy
 from hydraspec.types import Batch, KVGroupSpec, RequestState, TargetStep
 
 
@@ -34,11 +34,9 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
 
     def begin(self, row: NewestRows, batch: Batch) -> DraftContext:
         max_seq_len = max(segment.max_seq_len for segment in batch.segments)
-        # Drafts are not for all requests: as many programs for half of them as else for all.
-        num_busy = 0 if batch.proposes is None else (batch.num_requests + 1) // 2
         return self.head.begin(
             *(row.positions, row.seq_lens, batch.block_tables, max_seq_len, self.target_caches),
-            num_busy=num_busy,
+            num_busy=num_busy(batch),
         )
 
     def first_step(

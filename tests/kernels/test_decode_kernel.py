@@ -116,6 +116,24 @@ def test_cache_and_result_equal_those_of_the_two_kernels(name: str) -> None:
     check(build(CASES[name]))
 
 
+def test_work_is_cut_for_the_requests_that_have_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are padding: a request with keys has as many programs as in a smaller step."""
+    monkeypatch.setattr(tiling, "FULL_DEVICE", 8)
+    monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
+    inputs = build(Case((1, 1, 1, 1), (70, 0, 41, 0), starts=False, heads=2, kv_heads=1))
+    cuts, cut_for = list[int](), tiling.decode_tiling
+
+    def noted(*args: Any, **kwargs: Any) -> tiling.DecodeTiling:
+        cuts.append(cut_for(*args, **kwargs).splits)
+        return cut_for(*args, **kwargs)
+
+    monkeypatch.setattr(tiling, "decode_tiling", noted)
+    for num_busy in (0, 2):
+        inputs.plan.num_busy = num_busy
+        check(inputs)
+    assert cuts == [2, 4]
+
+
 def test_the_dispatch_off_the_device_is_the_reference() -> None:
     inputs = build(CASES["rows differ"])
     cache, other = inputs.cache.clone(), inputs.cache.clone()

@@ -151,19 +151,18 @@ class Gemma4Assistant(Weights):
         max_seq_len: int,  # upper bound of seq_lens
         kv_caches: list[Tensor | None],  # per target layer
         *,
-        num_busy: int = 0,  # see plan_attention
+        num_busy: int = 0,  # see RowSegment
     ) -> DraftContext:
         """The context of a round: inputs that stay the same over its K steps."""
         b, dtype = positions.shape[0], self.place.dtype
-        segments = (RowSegment(0, 0, b, 1, max_seq_len),)
+        segments = (RowSegment(0, 0, b, 1, max_seq_len, num_busy),)
         context = DraftContext({}, {})
         for kind, (g, spec) in self.sources.items():
             text = self.config.text
             window = text.sliding_window if spec.window is not None else None
             num_heads = self.place.share(text.num_heads).count
             shape = replace(spec.shape, num_heads=num_heads, window=window)
-            lens = seq_lens, positions, dtype
-            plan = plan_attention(shape, segments, block_tables[g], *lens, num_busy=num_busy)
+            plan = plan_attention(shape, segments, block_tables[g], seq_lens, positions, dtype)
             cache = kv_caches[spec.layers[-1]]
             assert cache is not None, f"target layer {spec.layers[-1]} has no cache"
             cos, sin = rope_table(positions, self.frequencies[kind], dtype)

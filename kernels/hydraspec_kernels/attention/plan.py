@@ -42,6 +42,7 @@ class RowSegment:
     num_requests: int
     rows_per_request: int
     max_seq_len: int  # upper bound of the segment's sequence lengths
+    num_busy: int = 0  # of the requests, likely to have keys, the others none; 0: all of them
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ class DevicePlan:
     num_requests: int  # B
     max_rows: int  # rows of the request with the most
     sees_until: Tensor | None = None  # [T] last position a row sees, if beyond its own; None: never
-    num_busy: int = 0  # requests that are not padding, if fewer are likely; 0: all of them
+    num_busy: int = 0  # requests that are likely to have keys, for which work is cut; 0: all
 
     @property
     def starts(self) -> Tensor:
@@ -216,8 +217,6 @@ def plan_attention(
     dtype: torch.dtype,
     query_start_loc: Tensor | None = None,
     sees_until: Tensor | None = None,
-    *,
-    num_busy: int = 0,
 ) -> AttentionPlan:
     """The group's plan from block_table [B, P], seq_lens [B] with this step's rows, positions [T]
     and query_start_loc [B+1].
@@ -227,14 +226,11 @@ def plan_attention(
     blocks cannot leak. Only CUDA reads query_start_loc; None there means one row per request.
 
     sees_until [T]: a row of a causal group sees the keys up to this position too, if it is beyond
-    its own; it is less than the request's seq_len. num_busy: so many requests are likely to have
-    keys, the others none (0: all); the work is cut for these.
+    its own; it is less than the request's seq_len.
     """
     assert sees_until is None or shape.mask == "causal"
     if runs_kernels(seq_lens):
-        plan = device_plan(shape, segments, block_table, seq_lens, query_start_loc, sees_until)
-        plan.num_busy = num_busy
-        return plan
+        return device_plan(shape, segments, block_table, seq_lens, query_start_loc, sees_until)
     last = positions if sees_until is None else torch.maximum(positions, sees_until)
     seen = _SeenRows(positions, last, sees_until is not None)
     return _tiled_plan(shape, segments, block_table, seq_lens, seen, dtype)
@@ -258,9 +254,10 @@ def device_plan(
     sees_until: Tensor | None = None,
 ) -> DevicePlan:
     """The kernels' plan; see `plan_attention`. No tensor is made and nothing is launched."""
-    num_rows = num_requests = max_rows = 0
+    num_rows = num_requests = max_rows = num_busy = 0
     for segment in segments:
         num_requests += segment.num_requests
+        num_busy += segment.num_busy or segment.num_requests
         num_rows += segment.num_requests * segment.rows_per_request
         max_rows = max(max_rows, segment.rows_per_request)
     if query_start_loc is None and max_rows != 1:
@@ -270,7 +267,7 @@ def device_plan(
         )
     return DevicePlan(
         *(shape, query_start_loc, seq_lens, block_table, num_rows, num_requests, max_rows),
-        sees_until,
+        *(sees_until, num_busy),
     )
 
 
