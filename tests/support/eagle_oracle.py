@@ -91,13 +91,20 @@ class PlainEagle:
         flat = self.weights["mask_hidden"].reshape(1, -1)
         return self.combine(list(flat.chunk(len(self.aux_layer_ids), -1)), flat)[0]
 
-    def run(self, tokens: Tensor, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """All rows at once: tokens [n], hidden [n, D] at positions first, first + 1, ...
+    def run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor | None = None,
+        apart: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """All rows at once: tokens [n], hidden [n, D] at positions [n]; by default 0, 1, ...
 
+        apart [n, n] marks rows that do not see each other, beside those that positions hide.
         Returns the states for the head and those that are fed back, [n, D] each.
         """
         eps, w = self.layer["rms_norm_eps"], self.weights
-        positions = torch.arange(first, first + len(tokens))
+        positions = torch.arange(len(tokens)) if positions is None else positions
         e = self.embed(tokens)
         x = hidden
         if self.method == "eagle":
@@ -112,7 +119,7 @@ class PlainEagle:
                 entering = x
             else:
                 entering = norm(x, w[f"{name}.input_layernorm.weight"], eps)
-            x = x + self.attention(i, entering, positions)
+            x = x + self.attention(i, entering, positions, apart)
             inner = norm(x, w[f"{name}.post_attention_layernorm.weight"], eps)
             gate = self.activate(self.linear(f"{name}.mlp.gate_proj", inner))
             up = self.linear(f"{name}.mlp.up_proj", inner)
@@ -136,7 +143,7 @@ class PlainEagle:
         rows = self.rounding(name, x)
         return rows @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
 
-    def attention(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
+    def attention(self, i: int, x: Tensor, positions: Tensor, apart: Tensor | None) -> Tensor:
         heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
         size, name = self.layer["head_dim"], f"layers.{i}.self_attn"
         q = self.linear(f"{name}.q_proj", x).view(-1, heads, size)
@@ -151,7 +158,7 @@ class PlainEagle:
         k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * size**-0.5
         ahead = positions[:, None] - positions[None, :]
-        hidden = ahead < 0
+        hidden = ahead < 0 if apart is None else (ahead < 0) | apart
         kinds = self.layer.get("layer_types") or []
         if kinds and kinds[i] == "sliding_attention":
             hidden |= ahead >= self.layer["sliding_window"]

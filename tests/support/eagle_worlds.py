@@ -120,6 +120,60 @@ def fresh_states(
     return [x.clone() for x in aux], final.clone()
 
 
+@dataclass
+class Prefixes:
+    """Rows of a text, and those that drafting appends to each of its prefixes, which see their
+    prefix and each other only: drafts behind all prefixes take a pass a step."""
+
+    plain: PlainEagle
+    tokens: Tensor  # [n], with the positions and states of the rows
+    hidden: Tensor
+    lengths: Tensor  # [P] of prefixes
+
+    def __post_init__(self) -> None:
+        self.positions = torch.arange(len(self.tokens))
+        self.owner = torch.full_like(self.positions, -1)  # prefix that a row was appended to
+        self.newest = self.positions  # row of the text that a row sees last
+        self.last = self.lengths - 2  # each prefix's
+
+    def append(self, tokens: Tensor, hidden: Tensor) -> None:
+        """A row to each prefix: tokens [P], hidden [P, D]."""
+        each = torch.arange(len(self.lengths))
+        after = self.positions[self.last] + 1
+        self.last = len(self.tokens) + each
+        self.tokens = torch.cat((self.tokens, tokens))
+        self.hidden = torch.cat((self.hidden, hidden))
+        self.positions = torch.cat((self.positions, after))
+        self.owner = torch.cat((self.owner, each))
+        self.newest = torch.cat((self.newest, self.lengths - 2))
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """States of all rows, and those that are fed back."""
+        of_text = (self.owner < 0) & (self.positions <= self.newest[:, None])
+        apart = ~(of_text | (self.owner == self.owner[:, None]))
+        return self.plain.run(self.tokens, self.hidden, self.positions, apart)
+
+
+def states_of_prefixes(world: EagleWorld, text: tuple[int, ...], lengths: Tensor) -> Tensor:
+    """States [P, MAX_K, D] that drafts behind prefixes come from where each step reads the text, as
+    `PlainEagle.draft` has them prefix by prefix."""
+    plain, tokens = world.plain, torch.tensor(text)
+    rows = Prefixes(plain, tokens[1:], plain.combine(*world.target_states(text))[:-1], lengths)
+    places, found = [rows.last], []
+    if plain.method == "peagle":
+        for _ in range(MAX_K - 1):
+            masks = torch.full_like(lengths, plain.mask_token)
+            rows.append(masks, plain.mask_state().expand(len(lengths), -1))
+            places.append(rows.last)
+        states, _ = rows.run()
+        return torch.stack([states[place] for place in places], 1)
+    for step in range(MAX_K):
+        states, feedback = rows.run()
+        found.append(states[rows.last])
+        rows.append(tokens[lengths + step], feedback[rows.last])
+    return torch.stack(found, 1)
+
+
 def fit_head(world: EagleWorld, texts: list[tuple[int, ...]], first: dict[Any, int]) -> None:
     """Make the head's output matrix answer with the texts' own tokens where it can."""
     features, answers = [], []
@@ -129,16 +183,12 @@ def fit_head(world: EagleWorld, texts: list[tuple[int, ...]], first: dict[Any, i
         world.vocab_size if ids is None else len(ids)
     )
     for text in texts:
-        aux, final = world.target_states(text)
-        tokens = torch.tensor(text)
-        for length in range(first[text], len(text) - MAX_K):
-            cut, ahead = [x[: length - 1] for x in aux], tokens[length : length + MAX_K]
-            _, states = world.plain.draft(
-                tokens[:length], cut, final[: length - 1], MAX_K, read=ahead
-            )
-            known = place[ahead] >= 0
-            features.append(states[known])
-            answers.append(place[ahead][known])
+        lengths = torch.arange(first[text], len(text) - MAX_K)
+        ahead = torch.tensor(text)[lengths[:, None] + torch.arange(MAX_K)]
+        states = states_of_prefixes(world, text, lengths)
+        known = place[ahead] >= 0
+        features.append(states[known])
+        answers.append(place[ahead][known])
     x, y = torch.cat(features), torch.cat(answers)
     wanted = torch.nn.functional.one_hot(y, len(world.plain.weights["lm_head.weight"])).double()
     gram = x.T @ x + RIDGE * len(x) / x.shape[1] * torch.eye(x.shape[1])
