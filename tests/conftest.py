@@ -43,6 +43,7 @@ settings.register_profile(
 settings.load_profile("suite")
 
 composed_once.install()
+gc.disable()  # until the tests are collected: next to nothing that imports make is garbage
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,7 @@ def pytest_collection_finish() -> None:
     """What imports and collection have made stays: the collector need not look at it again, nor as
     often at what tests make (a tenth of the time where they compose a configuration)."""
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
     gc.unfreeze = _nothing_unfrozen
 
 

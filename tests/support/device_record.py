@@ -53,17 +53,27 @@ def code_of(source: str) -> str:
     """Python source without comments, docstrings, blank lines and trailing spaces: positions only
     are asked of the parser, so that every version of Python gives the same text."""
     lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    readline = io.StringIO(source if "#" in source else "").readline
+    for token in tokenize.generate_tokens(readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             text = node.body[0]
             rows = range(text.lineno - 1, text.end_lineno or text.lineno)
             lines[rows.start : rows.stop] = [""] * len(rows)
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all that hold statements below it: definitions stand nowhere else."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, name, None)
+        for each in inner if isinstance(inner, list) else ():
+            yield from _statements(each)
 
 
 def sources_hash(root: Path = ROOT) -> str:
