@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from enum import Enum, auto
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -39,20 +41,45 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+        kind = _kind_of(func)
+        if kind is _Kind.asks:
             raise AssertionError(f"{func} asks the device in a capture")
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if kind is _Kind.writes:
             self.ops.append(lambda: func(*args, **kwargs))
-            return out
-        made = _tensors(out)
-        memory = set(map(_memory_of, _tensors((args, tuple(kwargs.values())))))
-        if any(x.numel() and _memory_of(x) not in memory for x in made):
-            if isinstance(out, Tensor):
+        elif kind is _Kind.computes:
+            if out.numel():
                 self.ops.append(lambda: out.copy_(func(*args, **kwargs)))
-            else:
+        elif kind is _Kind.either:
+            made = _tensors(out)
+            memory = set(map(_memory_of, _tensors((args, tuple(kwargs.values())))))
+            if any(x.numel() and _memory_of(x) not in memory for x in made):
                 self.ops.append(lambda: _again(func, args, kwargs, made))
         return out
+
+
+class _Kind(Enum):
+    asks = auto()
+    writes = auto()  # into its arguments
+    computes = auto()  # one tensor, in memory of its own
+    views = auto()
+    either = auto()  # computes or views, or gives several tensors
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    """What an operation does by its schema, where that says it."""
+    if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+        return _Kind.asks
+    if func._schema.is_mutable:
+        return _Kind.writes
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return _Kind.either  # reshape and to, which copy if they must
+    returns = func._schema.returns
+    if all(each.alias_info is not None for each in returns):
+        return _Kind.views
+    one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return _Kind.computes if one else _Kind.either
 
 
 def _again(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
