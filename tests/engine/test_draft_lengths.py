@@ -41,21 +41,24 @@ def table(step_ms: Sequence[float]) -> CostTable:
 
 class Traffic:
     """Requests whose draft i is accepted at a rate, once those before it were. A step verifies what
-    the one before proposed, and no more than it has rows for."""
+    the one before proposed for the request, and no more than it has rows for."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.draw = rates, random.Random(1)
-        self.num_steps = self.proposed = 0
+        self.num_steps, self.proposed = 0, list[int]()  # of each request
 
     def step(self, chosen: ChosenDrafts) -> list[RequestStep]:
         steps = []
         for index, count in enumerate(chosen.counts):
             rates = self.rates(self.num_steps, index)
-            offered, accepted = min(count, self.proposed), 0
+            offered, accepted = min(count, *self.proposed[index : index + 1] or [0]), 0
             while accepted < offered and self.draw.random() < rates[accepted]:
                 accepted += 1
             steps.append(part(index, offered, accepted))
-        self.num_steps, self.proposed = self.num_steps + 1, chosen.draft_length
+        self.num_steps += 1
+        self.proposed = [
+            chosen.draft_length if chosen.for_all or count else 0 for count in chosen.counts
+        ]
         return steps
 
 

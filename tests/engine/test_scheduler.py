@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from caches import kv_cache, kv_group
 
+from hydraspec.engine.costs import CostTable
+from hydraspec.engine.schedule.draft_lengths import DraftLengths
 from hydraspec.engine.schedule.scheduler import Scheduler
 from hydraspec.engine.schedule.sequence import Scheduled, Sequence
 from hydraspec.types import Request, SamplingParams
@@ -248,3 +252,43 @@ def test_no_request_is_preempted_for_a_guess() -> None:
     assert scheduler.waiting[0] is young
     assert scheduler.take_num_preempted() == 1
     assert scheduler.take_num_preempted() == 0
+
+
+def test_drafts_are_chosen_for_every_request_of_a_step() -> None:
+    """With two stages and a full cache more than half of the running requests may be free at once:
+    no request keeps the number of an earlier step."""
+    k, slots = 4, 16
+    costs = CostTable(
+        batches=(1,), drafts=tuple(range(k + 1)), step_ms=((6.0, 6.1, 6.2, 6.3, 6.4),)
+    )
+    lengths = DraftLengths(range(k + 1), costs, slots, 2)
+    scheduler = Scheduler(
+        kv_cache([kv_group("full", (0,), 4)], [81], slots, 64 + k + 1),
+        max_num_seqs=slots,
+        max_num_batched_tokens=256,
+        max_model_len=64,
+        num_speculative_tokens=k,
+        num_micro_batches=2,
+        draft_lengths=lengths,
+    )
+    for index in range(40):
+        add(scheduler, 16, index)
+    lengths.follow([*[k] * 8, *[0] * 8])
+    in_flight, sizes = deque[list[Scheduled]](), list[int]()
+    for step in range(16):
+        chosen = scheduler.schedule()
+        if step > 8:
+            assert not any(item.num_drafts for item in chosen)
+        if chosen:
+            scheduler.plan(chosen)
+            scheduler.launched(chosen)
+            in_flight.append(chosen)
+            sizes.append(len(chosen))
+        if len(in_flight) > bool(chosen):
+            for item in in_flight.popleft():
+                sequence = item.sequence
+                sequence.token_ids.extend([7] * (item.num_drafts + 1))
+                sequence.decoding = True
+                sequence.num_computed += item.num_rows
+                scheduler.arrived(item)
+    assert max(sizes) > 4

@@ -103,8 +103,12 @@ class PlanBuilder:
 def _proposes(scheduled: Sequence[Scheduled]) -> np.ndarray | None:
     """The requests [B] that want drafts after the step: a prompt, and decodes that are not expected
     to verify any next; None: all do."""
-    found = np.array([item.is_prefill or item.sequence.wants_drafts for item in scheduled])
-    return None if found.all() else found
+    want = [item.is_prefill or item.sequence.wants_drafts for item in scheduled]
+    return _unless_all(np.array(want))
+
+
+def _unless_all(flags: np.ndarray) -> np.ndarray | None:
+    return None if flags.all() else flags
 
 
 def _continuations(scheduled: Sequence[Scheduled], k: int) -> Continuations | None:
@@ -240,7 +244,7 @@ def _part(plan: StepPlan, part: slice, segments: list[RowSegment], rows: range) 
         num_rows=plan.num_rows[part],
         num_drafts=plan.num_drafts[part],
         samples=plan.samples[part],
-        proposes=None if plan.proposes is None else plan.proposes[part],
+        proposes=None if plan.proposes is None else _unless_all(plan.proposes[part]),
         segments=tuple(segments),
         block_tables=[table.part(part) for table in plan.block_tables],
     )

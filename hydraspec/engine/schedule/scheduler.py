@@ -110,8 +110,9 @@ class Scheduler:
         wanted = min(len(self.running) + len(self.waiting), self.max_num_seqs)
         most = self.micro_batches.share(wanted)
         if self.draft_lengths is not None:
-            share = self.micro_batches.share(len(self.running) or wanted)
-            self.draft_length = self.draft_lengths.choose_for(self._in_turn()[:share], share)
+            share, likely = self.micro_batches.share(len(self.running) or wanted), self._in_turn()
+            likely = likely[:most]  # where the cache is full more than a share may be free at once
+            self.draft_length = self.draft_lengths.choose_for(likely, max(share, len(likely)))
         elif self.step_drafts is not None:
             self.draft_length = self.step_drafts.propose(self.micro_batches.free(self.running))
         drafts = self.num_speculative_tokens if self.draft_length is None else self.draft_length
