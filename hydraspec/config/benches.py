@@ -74,8 +74,9 @@ def _longest(c: RunConfig) -> tuple[str, int]:
     if c.bench.name == TURNS:
         keys, count = ("turn_tokens", "output_tokens"), c.bench.num_turns
     if c.bench.name == CONTEXT:
-        text = "bench.contexts + bench.output_tokens x (K + 1)"
-        return text, c.bench.contexts[-1] + context_tokens(c)
+        # One more, as no request may come to its end.
+        text = "bench.contexts + bench.output_tokens x (K + 1) + 1"
+        return text, c.bench.contexts[-1] + context_tokens(c) + 1
     text = " + ".join(f"bench.{key}" for key in keys)
     total = count * sum(getattr(c.bench, key) for key in keys)
     return f"bench.num_turns x ({text})" if c.bench.name == TURNS else text, total

@@ -57,7 +57,7 @@ def test_the_preset_has_room_for_its_longest_context() -> None:
         (["method=none"], ["method.name=none", "choose method=<choice>"]),
         (["parallelism=tp2"], ["parallelism.name=tp2", "leave parallelism out"]),
         (["bench.batches=[64]"], ["add engine.max_num_seqs=64"]),
-        (["target.max_model_len=20"], ["bench.output_tokens x (K + 1) = 48"]),
+        (["target.max_model_len=20"], ["bench.output_tokens x (K + 1) + 1 = 49"]),
     ],
     ids=str,
 )
