@@ -234,6 +234,27 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
     assert (cut.num_warps == 4) is (at_once > 1 or head_dim == 512 or is_many)
 
 
+@pytest.mark.parametrize(
+    ("requests", "rows", "kilobytes", "tile"),
+    [
+        (1, 8, 227, (16, 128)),
+        (1, 8, 99, (32, 64)),
+        (8, 8, 99, (32, 64)),
+        (8, 16, 227, (64, 64)),
+        (8, 16, 99, (64, 32)),
+    ],
+)
+def test_tiles_of_narrow_heads_fit_the_shared_memory(
+    requests: int, rows: int, kilobytes: int, tile: tuple[int, int]
+) -> None:
+    shape = GroupShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, window=None)
+    args = shape, rows, requests, torch.bfloat16
+    cut = tiling.decode_tiling(*args, max_keys=4096, room=kilobytes << 10)
+    assert (cut.block_m, cut.block_n) == tile
+    stage = 2 * 2 * cut.block_n * shape.head_dim  # keys and values in half precision
+    assert (cut.num_stages - 1) * stage + 2 * cut.block_m * shape.head_dim <= kilobytes << 10
+
+
 # ------------------------------------------------------------------------------------- compiled
 
 CHANGED: dict[str, dict[str, Any]] = {

@@ -30,6 +30,7 @@ from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive
 from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
 from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales, rounded_groups
+from hydraspec_kernels.runtime.launch import shared_bytes
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 
@@ -277,7 +278,8 @@ def attend_projection_kernel(
         return found
     max_keys = plan.block_table.shape[1] * group.block_size
     busy = plan.num_busy or plan.num_requests
-    cut = cuts.decode_tiling(group, plan.max_rows, busy, qkv.dtype, max_keys=max_keys)
+    limits = {"max_keys": max_keys, "room": shared_bytes(device)}
+    cut = cuts.decode_tiling(group, plan.max_rows, busy, qkv.dtype, **limits)
     row_tiles = triton.cdiv(cuts.queries_of(group, plan.max_rows), cut.block_m)
     tiles = plan.num_requests * row_tiles
     arrived = zero_counters(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
 from hydraspec_kernels.quantised.plan import MOST_ROWS as MOST_ROUNDED_ROWS
 from hydraspec_kernels.quantised.records import Rounding
-from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper
+from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_hopper
 
 # Programs that fill the device: with two per multiprocessor, adding up the splits costs more than
 # they save.
@@ -30,6 +30,8 @@ MOST_FUSED_ROWS = MOST_SPLIT_ROWS
 # Most numbers in a tile of queries: its norm and rotation are held in registers at once.
 MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
+# Shared memory of three steps of 128 keys of 128 numbers, which GPUs other than data centres' lack.
+WIDE_STEP_BYTES = 144 << 10
 # Results of a tile, and splits, that one program adds up; more are worth a second kernel.
 MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
 # Programs that share a multiprocessor → the part of the memory bandwidth they reach.
@@ -203,15 +205,22 @@ def _programs_per_sm(shape: GroupShape, max_rows: int, programs: int) -> int:
 
 
 def decode_tiling(
-    shape: GroupShape, max_rows: int, num_requests: int, dtype: torch.dtype, *, max_keys: int
+    shape: GroupShape,
+    max_rows: int,
+    num_requests: int,
+    dtype: torch.dtype,
+    *,
+    max_keys: int,
+    room: int = HOPPER_SHARED_BYTES,
 ) -> DecodeTiling:
-    """The tiles and splits of decode attention for one KV group, a batch size, a dtype and a bound
-    of the sequence lengths.
+    """The tiles and splits of decode attention for one KV group, a batch size, a dtype, a bound of
+    the sequence lengths and the bytes of shared memory that a program may have.
     """
     width, exact = next_power_of_2(shape.head_dim), dtype is torch.float32
     block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
     programs = _decode_programs(shape, max_rows, num_requests)
     per_sm = _programs_per_sm(shape, max_rows, programs)
+    is_narrow, has_room = width <= 128, room >= WIDE_STEP_BYTES
     if per_sm == 4:
         keys = 16 if exact else max(16, min(64, 4096 // width))
         cut = DecodeTiling(TRANSPOSED_QUERIES, keys, 4, 1 if exact else 4, transposed=True)
@@ -222,9 +231,9 @@ def decode_tiling(
         cut = DecodeTiling(16, 16, 8 if width > 256 else 4, 1)
     elif per_sm == 3:
         cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
-    elif width <= 128 and block_m == 32 and programs * MAX_SPLITS <= FULL_DEVICE:
+    elif is_narrow and block_m == 32 and programs * MAX_SPLITS <= FULL_DEVICE and has_room:
         cut = DecodeTiling(16, 128, 4, 3)  # more programs, as even the most splits are few
-    elif width <= 128 and block_m > 16:
+    elif is_narrow and (block_m == 32 or (has_room and block_m > 32)):
         cut = DecodeTiling(block_m, 64, 4, 3)
     elif block_m > 32:
         cut = DecodeTiling(block_m, 32, 8, 3)
