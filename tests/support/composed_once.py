@@ -11,12 +11,17 @@ Every caller gets a copy, by pickle: OmegaConf's deepcopy takes four times as lo
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import (
+    CachingConfigRepository,
+    ConfigRepository,
+    IConfigRepository,
+)
 from hydra._internal.defaults_list import DefaultsList, Overrides
 
 PACKAGES = {("pkg", "hydraspec.conf"), ("pkg", "hydra.conf"), ("structured", "")}
@@ -30,10 +35,16 @@ _merged: dict[int, bytes] = {}  # pickled, by the list of an entry of `_lists`, 
 
 
 def install() -> None:
-    """Replace three steps of Hydra's loader by those that remember."""
+    """Replace three steps of Hydra's loader by those that remember, and its copy of all sources of
+    files, of which it changes the list alone."""
+    CachingConfigRepository.__init__ = _shallow  # type: ignore
     ConfigRepository.load_config = _remembered_file  # type: ignore
     config_loader_impl.create_defaults_list = _remembered_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _remembered_merge  # type: ignore
+
+
+def _shallow(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
+    self.delegate, self.cache = copy.copy(delegate), {}
 
 
 def _is_packaged(repo: Any) -> bool:
