@@ -175,7 +175,7 @@ def test_drafts_are_made_for_requests_that_want_them(
         each.sampling = replace(each.sampling, max_tokens=40)
     plain = graph_config("none", "none", pair=(PAIRS[method][0], None))
     wanted = run_requests(make_graph_engine(plain, None), requests).outputs
-    config = config_of(method, tmp_path, mode, sizes=(1, 2, 4))
+    config = config_of(method, tmp_path, mode, sizes=(1, 2))
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
     lengths = engine.parts.scheduler.draft_lengths
     assert lengths is not None
