@@ -351,7 +351,7 @@ class Batch(Rows):
     flags: SamplingFlags = EVERYTHING
     needed: NeededRows | None = None  # rows that verification reads, where they are not all rows
     draft_length: int | None = None  # drafts to propose after the step; None: K
-    proposes: Tensor | None = None  # [B] bool, see StepPlan; in graphs that need it
+    proposes: Tensor | None = None  # [B] bool, see StepPlan; None: for all
     next_encoded: EncodedRows | None = None  # rows whose following token is none of text
 
     @property

@@ -55,6 +55,7 @@ class PlanBuilder:
         longest = max(seq_lens)
         drafts = self._num_speculative_tokens if draft_length is None else draft_length
         full = drafts + 1
+        proposes: np.ndarray | None = None  # who verifies drafts wants some after the step too
         if all(item.num_rows == full and not item.is_prefill for item in scheduled):
             num_rows, num_drafts, samples = self._steady_arrays(len(scheduled), drafts)
             segments: tuple[RowSegment, ...] = (RowSegment(0, 0, len(scheduled), full, longest),)
@@ -63,6 +64,7 @@ class PlanBuilder:
             num_drafts = np.array([item.num_drafts for item in scheduled], dtype=np.int64)
             samples = np.array([item.samples for item in scheduled])
             segments = _segments(scheduled, seq_lens)
+            proposes = _proposes(scheduled) if draft_length else None
         num_late, rests = None, False
         if self._most_late:
             num_late, rests = note_late_rows(scheduled, drafts > 0, self._most_late)
@@ -78,7 +80,7 @@ class PlanBuilder:
             num_speculative_tokens=self._num_speculative_tokens,
             flags=flags,
             draft_length=draft_length,
-            proposes=_proposes(scheduled) if draft_length else None,
+            proposes=proposes,
             continuations=_continuations(scheduled, self._num_speculative_tokens),
             images=_image_rows(scheduled, 0),
             next_images=_image_rows(scheduled, 1),

@@ -278,8 +278,9 @@ def attend_projection_kernel(
         return found
     max_keys = plan.block_table.shape[1] * group.block_size
     busy = plan.num_busy or plan.num_requests
-    limits = {"max_keys": max_keys, "room": shared_bytes(device)}
-    cut = cuts.decode_tiling(group, plan.max_rows, busy, qkv.dtype, **limits)
+    cut = cuts.decode_tiling(
+        group, plan.max_rows, busy, qkv.dtype, max_keys=max_keys, room=shared_bytes(device)
+    )
     row_tiles = triton.cdiv(cuts.queries_of(group, plan.max_rows), cut.block_m)
     tiles = plan.num_requests * row_tiles
     arrived = zero_counters(device)

@@ -30,8 +30,8 @@ MOST_FUSED_ROWS = MOST_SPLIT_ROWS
 # Most numbers in a tile of queries: its norm and rotation are held in registers at once.
 MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
-# Shared memory of three steps of 128 keys of 128 numbers, which GPUs other than data centres' lack.
-WIDE_STEP_BYTES = 144 << 10
+# Shared memory with which the largest tiles of heads of up to 128 numbers, of 136 KiB, are chosen.
+NARROW_HEADS_BYTES = 144 << 10
 # Results of a tile, and splits, that one program adds up; more are worth a second kernel.
 MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
 # Programs that share a multiprocessor → the part of the memory bandwidth they reach.
@@ -220,7 +220,7 @@ def decode_tiling(
     block_m, queries = block_queries(shape, max_rows), queries_of(shape, max_rows)
     programs = _decode_programs(shape, max_rows, num_requests)
     per_sm = _programs_per_sm(shape, max_rows, programs)
-    is_narrow, has_room = width <= 128, room >= WIDE_STEP_BYTES
+    is_narrow, has_room = width <= 128, room >= NARROW_HEADS_BYTES
     if per_sm == 4:
         keys = 16 if exact else max(16, min(64, 4096 // width))
         cut = DecodeTiling(TRANSPOSED_QUERIES, keys, 4, 1 if exact else 4, transposed=True)
