@@ -71,12 +71,13 @@ class Case:
 
     @property
     def drafts_alone(self) -> bool:
-        """Whether drafts depend on the request alone, and not on outputs of others or on how many
-        of its tokens have arrived."""
+        """Whether drafts depend on the request alone, and not on outputs of others, on how often
+        theirs are accepted or on how many of its tokens have arrived."""
         options = self.config.method.options
         if not isinstance(options, SuffixOptions):
             return True
-        return not options.max_cached_requests and not self.config.engine.async_scheduling
+        reads_others = options.max_cached_requests > 0 or options.min_acceptance > 0
+        return not reads_others and not self.config.engine.async_scheduling
 
     @property
     def dtype(self) -> Dtype:
@@ -155,6 +156,7 @@ def _draw_case(
             max_cached_requests=int(rng.choice([0, 4, 100])),
             max_spec_factor=float(rng.choice([1.0, 8.0])),
             min_token_prob=float(rng.choice([0.0, 0.1])),
+            min_acceptance=float(rng.choice([0.0, 0.15])),
         )
     runner = str(rng.choice(["plain", "launched", "recorded", "recorded", "recorded", "called"]))
     if runner in ("recorded", "called"):
