@@ -26,8 +26,9 @@ from hydraspec.bench.measure import INTERRUPTED, measure
 from hydraspec.config import to_dict
 from hydraspec.config.benches import check_room, methods_of
 from hydraspec.config.choices import SEARCH_PATH
-from hydraspec.config.engines import VLLM, is_vllm_key
+from hydraspec.config.engines import VLLM
 from hydraspec.config.schema import RunConfig, Verification
+from hydraspec.config.vllm import is_vllm_key
 from hydraspec.errors import CheckpointError
 from hydraspec.lab.folder import RunFolder
 from hydraspec.metrics.files import Json, plain

@@ -32,9 +32,9 @@ from hydraspec.config import RunConfig, to_run_config
 from hydraspec.config.benches import uncached
 from hydraspec.config.build import NAME, check_own_key
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
-from hydraspec.config.engines import is_vllm_key
 from hydraspec.config.messages import listing, nearest, refusal
 from hydraspec.config.names import run_name
+from hydraspec.config.vllm import is_vllm_key
 from hydraspec.errors import ConfigurationError, NoDrafterError
 
 CONFIG_MODULE = "hydraspec.conf"

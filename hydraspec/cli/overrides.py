@@ -13,10 +13,10 @@ from hydraspec.cli.hydra_keys import check_hydra_key
 from hydraspec.cli.translate import translated
 from hydraspec.config.build import check_key, in_mapping
 from hydraspec.config.choices import SEARCH_PATH, choices_of, packaged_drafters, search
-from hydraspec.config.engines import is_vllm_key
 from hydraspec.config.messages import listing, refusal, show
 from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import AUTO
+from hydraspec.config.vllm import is_vllm_key
 from hydraspec.errors import ConfigurationError
 
 DEFAULT_METHOD = "gemma4_mtp"  # as in conf/config.yaml

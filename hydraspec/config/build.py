@@ -23,10 +23,10 @@ from hydraspec.config.benches import is_bench, not_passed_on
 from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
-from hydraspec.config.engines import is_vllm_key, runs_vllm
 from hydraspec.config.messages import listing, nearest, refusal, show
 from hydraspec.config.options import NoOptions, check_options, options_of
 from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
+from hydraspec.config.vllm import is_vllm_key, runs_vllm
 from hydraspec.errors import ConfigurationError, UserError
 
 MISSING = "???"

@@ -20,7 +20,7 @@ from hydraspec.config.drafts import (
     check_min_survival,
     is_synthetic,
 )
-from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, STAGES, VLLM, VLLM_RULES
+from hydraspec.config.engines import KV_CACHE_RULES, NATIVE, OFFERED, VLLM
 from hydraspec.config.messages import listing, refusal, show
 from hydraspec.config.metrics import METRICS_RULES, without_drafts
 from hydraspec.config.rules import Rule, at_least, did_you_mean, enforce
@@ -33,6 +33,7 @@ from hydraspec.config.schema import (
     TrackerMode,
     Weights,
 )
+from hydraspec.config.vllm import STAGES, VLLM_RULES
 from hydraspec.config.workloads import WORKLOAD_RULES, check_random_room, without_effect
 from hydraspec.pictures import MAX_SOFT_TOKENS
 from hydraspec.shipped import SHAPE_PREFIX

@@ -3,7 +3,7 @@
 import pytest
 
 from hydraspec.cli.compose import plan
-from hydraspec.config.engines import STAGES
+from hydraspec.config.vllm import STAGES
 from hydraspec.errors import ConfigurationError
 
 AXES = ("tensor", "pipeline", "data")
