@@ -28,7 +28,7 @@ def parts_of(page: str) -> tuple[str, dict[str, str], list[str]]:
 
 TEXT, FILES, (COMMANDS, OTHERS) = parts_of("adding_a_speculator.md")
 
-SHORT = " sampling.max_tokens=40"  # added to commands, whose answers are longer on the page
+SHORT = " sampling.max_tokens=24"  # added to commands, whose answers are longer on the page
 # The commands of the page, one after the other in one process, which imports torch once.
 IN_ONE_PROCESS = """
 import runpy, sys
@@ -77,8 +77,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> CarriedOut:
     install_it, *commands = COMMANDS.splitlines()
     assert install_it == "pip install -e ."
     assert len(commands) == 3
-    commands[2] += f"{SHORT} workload.limit=5 hydra.run.dir=drafted"
-    few = f"{SHORT} workload.limit=4"
+    commands[2] += f"{SHORT} workload.limit=4 hydra.run.dir=drafted"
+    few = f"{SHORT} workload.limit=3"
     *of_run, doctor, predict = OTHERS.splitlines()
     of_run[0] += f"{few} metrics.all_positions=true"
     others = [*of_run, doctor + few, f"{predict}{few} --drafts 3 --concurrency 1"]
@@ -119,7 +119,7 @@ def test_the_page_without_weights_works(tmp_path: Path) -> None:
     folder = installed_from_the_page(tmp_path, files)
     install_it, *runs = commands.splitlines()
     assert install_it == "pip install -e ."
-    runs = [f"{each}{SHORT} workload.limit=5" for each in runs]
+    runs = [f"{each}{SHORT} workload.limit=4" for each in runs]
     runs[0] += " metrics.trace=true"
     runs[1] += " engine.max_num_seqs=1"  # fewer costs to measure
     carried_out(folder, runs)

@@ -141,6 +141,7 @@ def test_contexts_are_those_that_requests_reach(
 def test_auto_measures_costs_where_a_workload_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves out the batches that do not fit there."""
     monkeypatch.setattr("hydraspec.engine.run.step_costs.LADDER", (200, 512))
+    monkeypatch.setattr("hydraspec.engine.run.step_costs.NUM_STEPS", 3)
     config = graph_config("eagle3", "none", k=PerStep.auto, max_speculative_tokens=2)
     config.target.max_model_len, config.engine.kv_cache.memory_gib = 700, None
     engine = make_graph_engine(config, None)

@@ -148,7 +148,7 @@ def test_greedy_outputs_follow_grammars_and_are_those_without_drafts(
     drafters have other grammars: 500 in all."""
     random_ones = drawn(num_drawn, 50 * list(DRAFTERS).index(method))
     target, typed = DRAFTERS[method], ("engine.max_num_seqs=5", "engine.max_num_batched_tokens=96")
-    asked = requests([*(each.structured for each in random_ones), *others()])
+    asked = requests([*(each.structured for each in random_ones), *others()], longest=120)
     plain, _ = completions(engine_of(target, "none", *typed), asked)
     drafted, records = completions(engine_of(target, method, *typed), asked)
     assert tokens(drafted) == tokens(plain)
@@ -208,8 +208,8 @@ def test_graphs_and_steps_ahead_change_nothing(method: str, mode: str, ahead: bo
     """Masks are inputs of a graph: one that kept those of its capture, or a variant without masks
     that serves a step with them, would give other tokens."""
     asked = requests(others()[:5] * 2, longest=40)
-    wanted, _ = completions(NativeEngine(graph_config(method, "none", max_model_len=256)), asked)
-    config = graph_config(method, mode, max_model_len=256)
+    wanted, _ = completions(NativeEngine(graph_config(method, "none", max_model_len=112)), asked)
+    config = graph_config(method, mode, max_model_len=112)
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
     engine.tokenize(asked)

@@ -60,8 +60,9 @@ def test_a_shipped_drafter_is_lossless_and_accepted(run, target):  # type: ignor
     check_lossless(summary)
 
 
-def test_where_k_is_chosen_a_broken_drafter_is_sent_to_the_doctor(run, tmp_path):  # type: ignore[no-untyped-def]
+def test_where_k_is_chosen_a_broken_drafter_is_sent_to_the_doctor(run, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """Catches the advice to lower K where the engine chose 0 since no draft was ever accepted."""
+    monkeypatch.setattr("hydraspec.engine.run.step_costs.NUM_STEPS", 4)
     head = Path(shutil.copytree(resolve_folder("zoo:tiny_gemma4-eagle3"), tmp_path / "head"))
     (file,) = head.glob("*.safetensors")
     tensors = load_file(file)

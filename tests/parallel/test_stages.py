@@ -56,7 +56,7 @@ def late_stage(rank: int, late: int, store: str, said: Any) -> None:
 def test_a_stage_waits_for_one_that_is_late(late: int, tmp_path: Path) -> None:
     """Longer than a slice of a wait, after which faults are looked at; and what has been sent is
     not kept."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # of a process that has torch
     said = context.Queue()
     stages = [
         context.Process(target=late_stage, args=(rank, late, str(tmp_path / "store"), said))

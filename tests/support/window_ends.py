@@ -9,7 +9,7 @@ from typing import Any
 from hydraspec.engine.base import Engine
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
-LENGTH = 20
+LENGTH = 16
 PLACES = range(2, 12)  # every place of a window of four, twice
 
 
