@@ -373,7 +373,7 @@ def test_every_graph_mode_drafts_as_without_graphs(
     """A step is replayed by the graph of its length, with missing drafts among the others; all
     steps of n-gram have K."""
     attention_as_on_devices(monkeypatch)
-    config = graph_config(method, mode, pair=("tiny_qwen3", None))
+    config = graph_config(method, mode, pair=("tiny_qwen3", None), sizes=(5,))
     engine = make_graph_engine(config, CalledAgain())
     launches = count_launches(engine, monkeypatch)
     found = run_requests(engine, zoo_requests(6))

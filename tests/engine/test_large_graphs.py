@@ -56,7 +56,7 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_of(method: str, mode: str, *, max_mixing_cost: float | None = None) -> NativeEngine:
     pair = SHARING if method == "gemma4_mtp" else None
-    config = graph_config(method, mode, pair=pair, max_num_seqs=NUM_SLOTS, sizes=(2, 3), **ROWS)
+    config = graph_config(method, mode, pair=pair, max_num_seqs=NUM_SLOTS, sizes=(3,), **ROWS)
     config.engine.max_mixing_cost = max_mixing_cost
     return make_graph_engine(config, None if mode == "none" else RecordedOps())
 
@@ -251,7 +251,7 @@ class NoRoomForTheLargest(RecordedOps):
 
 def test_large_graphs_without_memory_are_left_out() -> None:
     """Loading goes on, the scheduler knows, and the engine's facts say so."""
-    config = graph_config("none", "full", max_num_seqs=NUM_SLOTS, sizes=(2, 3), **ROWS)
+    config = graph_config("none", "full", max_num_seqs=NUM_SLOTS, sizes=(3,), **ROWS)
     engine = make_graph_engine(config, NoRoomForTheLargest())
     runner = engine.parts.runner
     assert isinstance(runner, DeviceRunner)

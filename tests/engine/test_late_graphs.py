@@ -61,7 +61,7 @@ def test_other_ways_of_sampling_get_graphs_when_met(verification: Verification) 
         make_graph_engine(graph_config("eagle3", "none", **fields), None), requests, concurrency=3
     )
     backend = RecordedOps()
-    engine = make_graph_engine(graph_config("eagle3", "full", **fields), backend)
+    engine = make_graph_engine(graph_config("eagle3", "full", sizes=(5,), **fields), backend)
     num_captured = backend.num_captures
     requests = requests_of(3, temperature=0.9, top_p=0.9) + requests_of(5)[3:]
     assert_same(run_requests(engine, requests, concurrency=3), wanted)
@@ -89,7 +89,7 @@ def test_without_memory_for_later_graphs_such_steps_run_eagerly(num_left: int) -
     plain = make_graph_engine(graph_config("eagle3", "none"), None)
     wanted = run_requests(plain, requests_of(FEW, temperature=0.9))
     backend = SmallMemory()
-    engine = make_graph_engine(graph_config("eagle3", "full"), backend)
+    engine = make_graph_engine(graph_config("eagle3", "full", sizes=(5,)), backend)
     assert engine.info.memory_bytes["graphs"] == backend.num_captures
     backend.num_left = num_left
     assert_same(run_requests(engine, requests_of(FEW, temperature=0.9)), wanted)
@@ -131,7 +131,7 @@ def sampled_on_two_ranks(patch: pytest.MonkeyPatch, *, says_so: bool) -> list[Ru
     )
 
     def work(ranks: Ranks) -> Run:
-        engine = NativeEngine(graph_config("none", "full"))
+        engine = NativeEngine(graph_config("none", "full", sizes=(5,)))
         backends[ranks.rank].is_full = ranks.rank == 1
         run = run_requests(engine, requests_of(FEW, temperature=0.9))
         assert engine.info.warnings

@@ -30,7 +30,7 @@ def _static_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_of_a_prompt_are_had_beside_graphs(ahead: bool) -> None:
     """A prompt of 9 tokens would fit a mixed graph, one of 30 fits none."""
     plain = make_graph_engine(graph_config("gemma4_mtp", "none"), None)
-    config = graph_config("gemma4_mtp", "full")
+    config = graph_config("gemma4_mtp", "full", sizes=(5,))
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, RecordedOps())
     for length in (9, 30):
@@ -46,7 +46,7 @@ def test_logits_of_a_prompt_that_looks_like_a_decode(lengths: tuple[int, int]) -
     of 41. Graphs of decodes keep no logits."""
     plain = make_graph_engine(graph_config("none", "none", k=0), None)
     backend = RecordedOps()
-    engine = make_graph_engine(graph_config("none", "full", k=0), backend)
+    engine = make_graph_engine(graph_config("none", "full", k=0, sizes=(5,)), backend)
     for length in lengths:
         tokens = [5 + n % 40 for n in range(length)]
         wanted, found = plain.next_token_logits(tokens), engine.next_token_logits(tokens)
@@ -59,7 +59,7 @@ def test_logits_of_a_prompt_that_looks_like_a_decode(lengths: tuple[int, int]) -
 
 def test_logits_of_a_step_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of many requests over a large vocabulary are gigabytes."""
-    engine = make_graph_engine(graph_config("gemma4_mtp", "full"), RecordedOps())
+    engine = make_graph_engine(graph_config("gemma4_mtp", "full", sizes=(5,)), RecordedOps())
     runner, made = engine.parts.runner, []
     forward = runner.forward
 

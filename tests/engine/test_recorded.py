@@ -71,7 +71,7 @@ def method(trace: Path, **fields: Any) -> MethodConfig:
 
 
 def following(trace: Path, k: int | PerStep = K, mode: str = "none", **fields: Any) -> RunConfig:
-    config = graph_config("eagle3", mode, k=k, verification=Verification.synthetic, sizes=(1, 2, 5))
+    config = graph_config("eagle3", mode, k=k, verification=Verification.synthetic, sizes=(5,))
     config.method = replace(config.method, synthetic_trace=str(trace), **fields)
     return config
 

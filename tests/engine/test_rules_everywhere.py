@@ -90,7 +90,7 @@ def plain(method: str) -> Found:
 )
 def test_graphs_and_steps_ahead_change_nothing(method: str, mode: str, ahead: bool) -> None:
     """Fails if a graph keeps the rules of its capture, or a variant without them serves a step."""
-    config = graph_config(method, mode)
+    config = graph_config(method, mode, sizes=(5,))
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
     asked = requests()
