@@ -97,7 +97,7 @@ def accepted_by(engine: Engine, requests: list[Request]) -> dict[int, list[int]]
 
 def long_requests(count: int, **sampling: Any) -> list[Request]:
     return [
-        replace(each, sampling=replace(each.sampling, max_tokens=24, ignore_eos=True))
+        replace(each, sampling=replace(each.sampling, max_tokens=20, ignore_eos=True))
         for each in zoo_requests(count, **sampling)
     ]
 
