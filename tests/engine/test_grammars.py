@@ -209,7 +209,7 @@ def test_graphs_and_steps_ahead_change_nothing(method: str, mode: str, ahead: bo
     that serves a step with them, would give other tokens."""
     asked = requests(others()[:5] * 2, longest=40)
     wanted, _ = completions(NativeEngine(graph_config(method, "none", max_model_len=112)), asked)
-    config = graph_config(method, mode, max_model_len=112)
+    config = graph_config(method, mode, max_model_len=112, sizes=(5,))
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
     engine.tokenize(asked)

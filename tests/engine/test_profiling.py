@@ -81,7 +81,7 @@ def give_work(engine: NativeEngine, device: FakeDevice, patch: pytest.MonkeyPatc
 def test_a_device_profile_sums_verbs_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph is replayed meanwhile, also none of the drafter; afterwards they are."""
     attention_as_on_devices(monkeypatch)
-    config = graph_config("eagle3", "full_and_piecewise")
+    config = graph_config("eagle3", "full_and_piecewise", sizes=(5,))
     config.engine.async_scheduling = True
     backend = RecordedOps()
     engine = make_graph_engine(config, backend)
@@ -155,7 +155,7 @@ def test_prompts_may_take_more_steps_than_a_profile_has() -> None:
 def test_a_step_profile_is_of_steps_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are replayed in it, and the engine is afterwards as it was."""
     attention_as_on_devices(monkeypatch)
-    config = graph_config("eagle3", "full_and_piecewise")
+    config = graph_config("eagle3", "full_and_piecewise", sizes=(5,))
     config.engine.async_scheduling = True
     backend = RecordedOps()
     engine = make_graph_engine(config, backend)

@@ -26,7 +26,7 @@ def _static_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decode(mode: str, ahead: bool, least: float | None) -> tuple[Found, set[int]]:
     """The results of six requests, and the numbers of rows of their decode steps."""
-    config = graph_config("dspark", mode, options=DSparkOptions(min_survival=least))
+    config = graph_config("dspark", mode, sizes=(5,), options=DSparkOptions(min_survival=least))
     config.engine.async_scheduling = ahead
     engine = make_graph_engine(config, None if mode == "none" else RecordedOps())
     requests = zoo_requests(6)
