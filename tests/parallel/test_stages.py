@@ -18,7 +18,8 @@ from hydraspec.parallel.stages import ProcessLink, link_stages
 from hydraspec.parallel.watch import Watch
 
 NUM_SENT = 5
-PAUSE_S = 2.5 * watch.SLICE.total_seconds()
+SLICE = timedelta(seconds=0.4)
+PAUSE_S = 2.5 * SLICE.total_seconds()
 LIMIT_S = 40.0
 
 
@@ -53,10 +54,13 @@ def late_stage(rank: int, late: int, store: str, said: Any) -> None:
 
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stage_waits_for_one_that_is_late(late: int, tmp_path: Path) -> None:
+def test_a_stage_waits_for_one_that_is_late(
+    late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Longer than a slice of a wait, after which faults are looked at; and what has been sent is
     not kept."""
-    context = multiprocessing.get_context("fork")  # of a process that has torch
+    monkeypatch.setattr(watch, "SLICE", SLICE)
+    context = multiprocessing.get_context("fork")  # of this process, which has torch
     said = context.Queue()
     stages = [
         context.Process(target=late_stage, args=(rank, late, str(tmp_path / "store"), said))
