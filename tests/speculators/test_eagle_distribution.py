@@ -9,6 +9,7 @@ the target's own distribution, summed over the first.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -212,10 +213,11 @@ def test_leaving_unlikely_drafts_out_does_not_bias(
     assert p_value(biased, expected) < ALPHA
 
 
-def by_their_last_estimate(survivals: np.ndarray, least: float) -> np.ndarray:
+def by_their_last_estimate(survivals: Sequence[Sequence[float]], least: float) -> list[int]:
     """A rule that looks at an estimate which reads the first draft: all drafts or none."""
-    of_second = survivals[:, 1] / survivals[:, 0]
-    found: np.ndarray = np.where(of_second >= np.median(of_second), 2, 0)
+    first, both = np.array(survivals).T
+    of_second = both / first
+    found: list[int] = np.where(of_second >= np.median(of_second), 2, 0).tolist()
     return found
 
 
