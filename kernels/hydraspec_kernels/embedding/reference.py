@@ -77,5 +77,6 @@ def centroid_greedy_reference(
     scores = centroid_logits_reference(d, table, ids)
     if banned is not None:
         scores = scores.masked_fill(banned[ids], torch.finfo(d.dtype).min)
+    scores = scores.masked_fill(scores.isnan(), float("inf"))  # the largest, as in an argmax
     tied = scores == scores.amax(-1, keepdim=True)
     return torch.where(tied, ids, table.shape[0]).amin(-1)
