@@ -1,6 +1,7 @@
 """Attention over a paged cache at the sizes of Gemma 4 E4B and 31B, and over a latent cache.
 
-    python kernels/benchmarks/bench_paged_attention.py [--only E4B] [--context 640] [--sweep]
+    python kernels/benchmarks/bench_paged_attention.py [--only E4B] [--context 640] [--rows 1 4] \
+        [--sweep]
 
 Bytes are the keys and values that some row sees, the queries and the result; prefill's note gives
 its arithmetic speed over the visible pairs. The floor is the larger of bytes and arithmetic. Calls
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -71,9 +72,9 @@ class Case(Requests):
         return query.mul_(self.shape.head_dim**-0.5), cache, plan
 
 
-def cases(context: int) -> Iterator[Case]:
+def cases(context: int, decode_rows: Sequence[int]) -> Iterator[Case]:
     for name, shape in SHAPES.items():
-        for batch, rows in product(BATCHES, DECODE_ROWS):
+        for batch, rows in product(BATCHES, decode_rows):
             yield Case(f"{name} decode", shape, batch, rows, context)
         for requests, rows, keys in PREFILL:
             yield Case(f"{name} prefill", shape, requests, rows, keys)
@@ -121,12 +122,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--rows", type=int, nargs="+", default=DECODE_ROWS, help="of decode cases")
     parser.add_argument("--sweep", action="store_true", help="also time other tilings")
     options = parser.parse_args()
     sys.stdout.write(describe_device() + "\n")
     lines = []
     with torch.no_grad():
-        for case in cases(options.context):
+        for case in cases(options.context, options.rows):
             if options.only not in f"{case.name} {case.requests}x{case.rows}":
                 continue
             sets = rotation(case.arguments)

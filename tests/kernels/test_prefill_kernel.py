@@ -20,28 +20,34 @@ from hydraspec_kernels.attention.reference import prefill_attention_reference
 from hydraspec_kernels.attention.tiling import fits_prefill as fits
 from torch import Tensor
 
-# KV heads, queries of each, head size, window, block size: a window and none, one slice of a head
-# and two.
-SHAPES = [(16, 2, 256, 1024, 16), (4, 8, 512, 0, 32)]
-MORE_SHAPES = [(8, 4, 128, 0, 256), (8, 1, 64, 0, 8)]
+# KV heads, queries of each, head size, window, block size, whether keys are split: a window and
+# none, one slice of a head and two.
+Shape = tuple[int, int, int, int, int, bool]
+SHAPES = [(16, 2, 256, 1024, 16, False), (4, 8, 512, 0, 32, True)]
+MORE_SHAPES = [
+    (4, 8, 512, 0, 32, False),
+    (8, 4, 128, 0, 256, False),
+    (8, 1, 64, 0, 8, False),
+]
 COMPILE = """
 import json, sys
 from sm90 import build
 from triton.experimental.gluon import language as gl
 from hydraspec_kernels.attention.prefill_kernel import LAUNCH, _prefill_kernel as kernel
 
+NUMBERS = "num_rows", "num_requests", "units", "splits", "table_stride"
 found = []
-for heads, group, dim, window, block, cut in json.loads(sys.argv[1]):
-    types = {"out": "*bf16", "scale": "fp32", "counters": "*i32"}
+for heads, group, dim, window, block, is_split, cut in json.loads(sys.argv[1]):
+    types = {"out": "*bf16", "partial": "*fp32", "scale": "fp32", "counters": "*i32"}
     types |= dict.fromkeys(("block_table", "seq_lens", "starts"), "*i64")
-    types |= dict.fromkeys(("num_rows", "num_requests", "units", "table_stride"), "i32")
+    types |= dict.fromkeys(NUMBERS, "i32")
     for name, tile in (("query", [64 // group, group, 64]), ("cache", [cut["page"], 64])):
         layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
         types[name] = f"tensordesc<bf16{tile},{layout!r}>"
     fixed = {name.upper(): value for name, value in cut.items()}
     fixed |= {"KV_HEADS": heads, "GROUP": group, "DIM": dim, "WINDOW": window, "PDL": True}
-    fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64}
-    made = build(kernel, types, fixed, ("out",), **LAUNCH)
+    fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64, "SPLIT": is_split}
+    made = build(kernel, types, fixed, ("out", "partial"), **LAUNCH)
     found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
 print(json.dumps(found))
 """
@@ -68,9 +74,9 @@ def check(case: Requests) -> None:
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.slow)])
-def test_compiles_and_fits(shapes: list[tuple[int, int, int, int, int]], tmp_path: Path) -> None:
+def test_compiles_and_fits(shapes: list[Shape], tmp_path: Path) -> None:
     jobs = []
-    for heads, group, dim, window, block in shapes:
+    for heads, group, dim, window, block, is_split in shapes:
         shape = GroupShape(
             num_heads=heads * group,
             num_kv_heads=heads,
@@ -78,7 +84,8 @@ def test_compiles_and_fits(shapes: list[tuple[int, int, int, int, int]], tmp_pat
             block_size=block,
             window=window or None,
         )
-        jobs.append([heads, group, dim, window, block, asdict(tiling.prefill_tiling(shape))])
+        cut = asdict(tiling.prefill_tiling(shape))
+        jobs.append([heads, group, dim, window, block, is_split, cut])
     for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job
         assert products > 0, job
@@ -111,6 +118,10 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert takes(replace(case, dtype=torch.float16))
     assert not takes(replace(case, dtype=torch.float32))
     assert not takes(replace(case, rows=(few,)))
+    wide = case_of("31B full", (5,), (40,))  # 40 queries of a KV head
+    assert takes(wide)
+    assert not takes(replace(wide, rows=(4,)))
+    assert not takes(replace(wide, mask="causal_block"))
     assert not takes(replace(case, head_dim=96))
     assert not takes(replace(case, heads=24))
     assert not takes(replace(case, heads=128, kv_heads=1))
@@ -120,6 +131,14 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = build(case)
     query = inputs.query
     assert not fits(query.new_empty(query.numel() + 4)[4:].view(query.shape), inputs.plan)
+
+
+def test_splits_fill_the_device_without_many_rows() -> None:
+    shape = build(case_of("31B full", (5,), (40,))).plan.shape
+    found = [tiling.prefill_splits(shape, 6, requests) for requests in (1, 4, 8, 16, 32)]
+    assert found == [16, 8, 4, 2, 1]
+    assert tiling.prefill_splits(shape, 9, 8) == 2  # two tiles of 64 queries each
+    assert tiling.prefill_splits(shape, tiling.MOST_SPLIT_ROWS + 1, 1) == 1
 
 
 def test_other_devices_run_the_paged_kernel() -> None:
@@ -136,6 +155,15 @@ ROWS = {
     "a window inside the rows": ((2500,), (2600,)),
     "one row between prompts": ((100, 1, 1, 200), (100, 900, 1, 333)),
     "padding requests": ((90, 30, 1), (90, 0, 0)),
+}
+
+FEW_ROWS = {  # of wide heads: rows and lengths
+    "verify": ((6,) * 5, (640, 6, 17, 5000, 1500)),
+    "one request, every split": ((5,), (4000,)),
+    "fewer keys than splits": ((5, 5), (5, 130)),
+    "rows differ": ((16, 1, 5, 8), (3000, 900, 5, 129)),
+    "one split": ((6,) * 40, tuple(6 + 53 * b for b in range(40))),
+    "padding requests": ((6, 6, 6), (900, 0, 0)),
 }
 
 
@@ -155,6 +183,14 @@ def on_device(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Reque
 @pytest.mark.parametrize("model", MODELS)
 def test_matches_the_reference(model: str, rows: str) -> None:
     check(on_device(model, *ROWS[rows]))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", FEW_ROWS)
+def test_few_rows_of_wide_heads(rows: str, dtype: torch.dtype) -> None:
+    check(replace(on_device("31B full", *FEW_ROWS[rows]), dtype=dtype))
 
 
 @pytest.mark.gpu
@@ -197,9 +233,10 @@ def test_a_request_does_not_see_its_neighbours(model: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-def test_a_graph_follows_the_sequence_lengths() -> None:
-    first = build(on_device("E4B sliding", (64, 64, 64), (900, 64, 640)))
-    second = build(on_device("E4B sliding", (64, 64, 64), (70, 899, 0)))
+@pytest.mark.parametrize(("model", "rows"), [("E4B sliding", 64), ("31B full", 6)])
+def test_a_graph_follows_the_sequence_lengths(model: str, rows: int) -> None:
+    first = build(on_device(model, (rows,) * 3, (900, 64, 640)))
+    second = build(on_device(model, (rows,) * 3, (70, 899, 0)))
     plan = first.plan
     kept = [first.query.clone(), first.cache.clone(), plan.seq_lens.clone()]
     kept += [plan.block_table.clone()]

@@ -8,7 +8,7 @@ group. `reference.py` specifies every operation; each kernel has a file:
 |---|---|
 | decode | few rows per request, from the layer's projection on (norm, RoPE, cache write) |
 | latent | few rows per request over a latent cache (DeepSeek), on Hopper |
-| prefill | many rows per request, on Hopper, over caches of the queries' type |
+| prefill | many queries of a request, on Hopper, over caches of the queries' type |
 | paged | everything else |
 """
 

@@ -60,6 +60,14 @@ def find_keys(
 
 
 @gluon.jit
+def share_keys(first, limit, split, splits, N: gl.constexpr):
+    """First key and end of the keys that a split reads: whole tiles of N, but for the last one."""
+    share = gl.cdiv(gl.cdiv(gl.maximum(limit - first, 0), splits), N) * N
+    first += split * share
+    return first, gl.minimum(limit, first + share)
+
+
+@gluon.jit
 def _clear_unwritten(
     ring, slot, at, low, high, PAGE: gl.constexpr, PAGES: gl.constexpr, CHUNKS: gl.constexpr
 ):
@@ -78,12 +86,12 @@ def _clear_unwritten(
 
 
 @gluon.jit
-def _announce(work, phase, kv_head, query, start, rows, length):
+def _announce(work, phase, kv_head, query, start, rows, length, split):
     """Hands the next tile to the multiplying groups, once both have read the previous one."""
     tile, announced, received = work
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
     v = gl.where(i == 0, kv_head, gl.where(i == 1, query, gl.where(i == 2, start, length)))
-    v = gl.where(i == 3, rows, v)
+    v = gl.where(i == 3, rows, gl.where(i == 5, split, v))
     mbarrier.wait(received, phase ^ 1)
     tile.store(v)
     gl.thread_barrier()
@@ -99,13 +107,13 @@ def _pick(v, i: gl.constexpr):
 @gluon.jit
 def receive(work, phase):
     """KV head and first query of the next tile; the request's first row, number of rows, and
-    length. A number of rows of 0 means that there is no further tile.
+    length; the split of its keys. A number of rows of 0 means that there is no further tile.
     """
     tile, announced, received = work
     mbarrier.wait(announced, phase)
     v = tile.load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     mbarrier.arrive(received, count=1)
-    return _pick(v, 0), _pick(v, 1), _pick(v, 2), _pick(v, 3), _pick(v, 4)
+    return _pick(v, 0), _pick(v, 1), _pick(v, 2), _pick(v, 3), _pick(v, 4), _pick(v, 5)
 
 
 @gluon.jit
@@ -133,22 +141,23 @@ def copy_tiles(
     PARTS: gl.constexpr = DIM // WIDTH
     PAGES: gl.constexpr = N // PAGE
     CHUNKS: gl.constexpr = WIDTH // CHUNK
-    num_rows, num_requests, units = sizes
+    num_rows, num_requests, units, splits = sizes
     slot, phase, q_phase, clear_phase, work_phase = 0, 0, 0, 0, 0
     index, programs = gl.program_id(0), gl.num_programs(0)
-    # bound: units * KV_HEADS trips, for the index rises whatever the counter holds
-    while index < units * KV_HEADS:  # the last tiles of a request see most keys: they go first
+    each = KV_HEADS * splits  # programs of a tile of rows
+    # bound: units * each trips, for the index rises whatever the counter holds
+    while index < units * each:  # the last tiles of a request see most keys: they go first
         following = gl.maximum(programs + gl.atomic_add(counters, 1), index + 1)
-        kv_head = index % KV_HEADS
+        kv_head, split = index % KV_HEADS, index // KV_HEADS % splits
         request, q_at, start, rows, length = _find_tile(
-            starts, seq_lens, num_rows, num_requests, units - 1 - index // KV_HEADS,
-            GROUP, M, BLOCK_B,
-        )  # fmt: skip
+            starts, seq_lens, num_rows, num_requests, units - 1 - index // each, GROUP, M, BLOCK_B
+        )
         first, limit = 0, 0
         if q_at // GROUP < rows:
-            _announce(work, work_phase, kv_head, q_at, start, rows, length)
+            _announce(work, work_phase, kv_head, q_at, start, rows, length, split)
             work_phase ^= 1
             first, limit = find_keys(length, rows, q_at, M, GROUP, WINDOW, PAGE)
+            first, limit = share_keys(first, limit, split, splits, N)
         kept = gl.maximum(length - rows - WINDOW + 1, 0) if WINDOW else 0
         table = block_table + request.to(gl.int64) * table_stride
         pages = _find_pages(table, first, limit, BLOCK_SIZE, PAGE, PAGES)
@@ -187,7 +196,7 @@ def copy_tiles(
                     _clear_unwritten(ring, v, at, kept, length, PAGE, PAGES, CHUNKS)
                     mbarrier.arrive(filled.index(v), count=1)
         index = following
-    _announce(work, work_phase, 0, 0, 0, 0, 0)
+    _announce(work, work_phase, 0, 0, 0, 0, 0, 0)
     if gl.atomic_add(counters + 1, 1) == programs - 1:  # the last program resets them
         gl.store(counters, 0)
         gl.store(counters + 1, 0)

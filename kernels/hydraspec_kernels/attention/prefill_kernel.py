@@ -1,9 +1,10 @@
-"""Prefill attention, warp-specialised: one warp copies, two groups of four warps multiply.
+"""Attention of many queries, warp-specialised: one warp copies, two groups of four warps multiply.
 
 A program takes tiles one after another, of M queries of one KV head of one request, counted as in
 `tiles_kernel`. With heads up to 256 wide each group of warps has 64 queries; with wider heads both
-have the same 64, and half of the values each. Gluon has no interpreter: only tests on the device
-run this.
+have the same 64, and half of the values each. Where requests have few rows, the keys of a tile are
+divided among S splits, whose sums are added up by a second kernel. Gluon has no interpreter: only
+tests on the device run this.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 
 import triton
-from torch import Tensor, float16
+from torch import Tensor, empty, float16, float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,9 +32,16 @@ from hydraspec_kernels.attention.prefill_copy_kernel import (
     find_keys,
     next_slot,
     receive,
+    share_keys,
 )
+from hydraspec_kernels.attention.splits_kernel import combine_splits
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY
-from hydraspec_kernels.attention.tiling import FULL_DEVICE, WGMMA_ROWS, prefill_tiling
+from hydraspec_kernels.attention.tiling import (
+    FULL_DEVICE,
+    WGMMA_ROWS,
+    prefill_splits,
+    prefill_tiling,
+)
 from hydraspec_kernels.runtime.gluon_kernel import start_next, view_tiles, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
@@ -94,10 +102,17 @@ def _weigh(
 
 
 @gluon.jit
+def _query_at(f, start, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Index in [T, Hq] of the queries f of a request whose first row is `start`."""
+    return ((start + f // GROUP).to(gl.int64) * KV_HEADS + kv_head) * GROUP + f % GROUP
+
+
+@gluon.jit
 def _multiply(
-    out, work, queries, keys, scale, WHICH: gl.constexpr,
+    out, partial, work, queries, keys, scale, num_rows, splits, WHICH: gl.constexpr,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The program of a multiplying group; WHICH is the group's number, 0 or 1."""
     qs, q_filled, q_free = queries
@@ -112,12 +127,15 @@ def _multiply(
     slots = view_tiles(ring, SLOTS, N, WIDTH, _tile_layout())
     q = view_tiles(qs, M // GROUP_QUERIES * PARTS, GROUP_QUERIES, WIDTH, _tile_layout())
     slot, phase, q_phase, work_phase = 0, 0, 0, 1
-    kv_head, tile_at, start, rows, length = receive(work, 0)
+    kv_head, tile_at, start, rows, length, split = receive(work, 0)
     # bound: the copying warp's trips, after which it announces a tile without rows
     while rows > 0:
         first, limit = find_keys(length, rows, tile_at, M, GROUP, WINDOW, PAGE)
         q_at = tile_at + Q * GROUP_QUERIES
         _, own_limit = find_keys(length, rows, q_at, GROUP_QUERIES, GROUP, WINDOW, PAGE)
+        if SPLIT:
+            first, limit = share_keys(first, limit, split, splits, N)
+            own_limit = gl.minimum(own_limit, limit)
         oldest = length - rows + q_at // GROUP
         position = length - rows + (q_at + gl.arange(0, GROUP_QUERIES, BY_SCORE)) // GROUP
         top = gl.full((GROUP_QUERIES,), NO_KEY, gl.float32, BY_SCORE)
@@ -162,21 +180,36 @@ def _multiply(
                     mbarrier.wait(filled.index(slot), phase)
                     slot, phase = next_slot(slot, phase, SLOTS)
                     _release(free, slot, 1, SLOTS)
-        inverse = 1 / gl.where(total > 0, total, 1.0)
-        mean = (acc * gl.convert_layout(inverse, BY_SUM)[:, None]).to(out.dtype.element_ty)
-        f = q_at + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, ROWS))
-        d = (0 if PARTS == 1 else WHICH * WIDTH) + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
-        head = ((start + f // GROUP).to(gl.int64) * KV_HEADS + kv_head) * GROUP + f % GROUP
-        to = out + head[:, None] * DIM + d[None, :]
-        gl.store(to, gl.convert_layout(mean, ROWS), mask=(f // GROUP < rows)[:, None])
-        kv_head, tile_at, start, rows, length = receive(work, work_phase)
+        if SPLIT:
+            f = q_at + gl.arange(0, GROUP_QUERIES, BY_SUM)
+            at = _query_at(f, start, kv_head, KV_HEADS, GROUP) * splits + split
+            d = (0 if PARTS == 1 else WHICH * WIDTH) + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
+            to = partial + at[:, None] * DIM + d[None, :]
+            gl.store(to, acc, mask=(f // GROUP < rows)[:, None])
+            if PARTS == 1 or WHICH == 0:
+                f = q_at + gl.arange(0, GROUP_QUERIES, BY_SCORE)
+                at = _query_at(f, start, kv_head, KV_HEADS, GROUP) * splits + split
+                size = num_rows.to(gl.int64) * (KV_HEADS * GROUP) * splits
+                gl.store(partial + size * DIM + at, top, mask=f // GROUP < rows)
+                gl.store(partial + size * (DIM + 1) + at, total, mask=f // GROUP < rows)
+        else:
+            inverse = 1 / gl.where(total > 0, total, 1.0)
+            mean = (acc * gl.convert_layout(inverse, BY_SUM)[:, None]).to(out.dtype.element_ty)
+            f = q_at + gl.arange(0, GROUP_QUERIES, gl.SliceLayout(1, ROWS))
+            d = (0 if PARTS == 1 else WHICH * WIDTH) + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+            at = _query_at(f, start, kv_head, KV_HEADS, GROUP)
+            to = out + at[:, None] * DIM + d[None, :]
+            gl.store(to, gl.convert_layout(mean, ROWS), mask=(f // GROUP < rows)[:, None])
+        kv_head, tile_at, start, rows, length, split = receive(work, work_phase)
         work_phase ^= 1
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_requests", "units", "table_stride"])
+@gluon.jit(do_not_specialize=["num_rows", "num_requests", "units", "splits", "table_stride"])
 def _prefill_kernel(
     # [T, Hq * H]
     out,
+    # [T, Hq, S, H] float32 sums, then maxima and weights' sums [2, T, Hq, S]; SPLIT only
+    partial,
     # [T, Hq, H] in tiles [64 / G, G, 64]
     query,
     # [rows, 2 * Hkv * H] in tiles [PAGE, 64]
@@ -189,11 +222,15 @@ def _prefill_kernel(
     starts,
     # [2] zeros: tiles taken after each program's first, programs that have ended
     counters,
-    num_rows, num_requests, units, table_stride,
+    num_rows, num_requests, units,
+    splits,  # S
+    table_stride,
     scale,  # times log2(e)
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr, PDL: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr,
+    SPLIT: gl.constexpr,  # S > 1
+    PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -223,21 +260,21 @@ def _prefill_kernel(
     fence_async_shared()
     wait_for_inputs(PDL)
     work, queries, keys = (tile, announced, received), (qs, q_filled, q_free), (ring, filled, free)
-    sizes = (num_rows, num_requests, units)
+    sizes = (num_rows, num_requests, units, splits)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    out, work, queries, keys, scale, 0,
-                    KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS,
+                    out, partial, work, queries, keys, scale, num_rows, splits, 0,
+                    KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS, SPLIT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    out, work, queries, keys, scale, 1,
-                    KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS,
+                    out, partial, work, queries, keys, scale, num_rows, splits, 1,
+                    KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS, SPLIT,
                 ),
             ),
             (
@@ -269,15 +306,21 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
     q_layout = gl.NVMMASharedLayout.get_default_for(q_tile, element)
     layout = gl.NVMMASharedLayout.get_default_for(page, element)
     units = num_rows * group // cut.m + num_requests + 1
-    _prefill_kernel[(min(FULL_DEVICE, units * shape.num_kv_heads),)](
+    splits = prefill_splits(shape, plan.max_rows, plan.num_busy or num_requests)
+    partial = out
+    if splits > 1:
+        size = num_rows * shape.num_heads * splits * (shape.head_dim + 2)
+        partial = empty(size, dtype=float32, device=query.device)
+    _prefill_kernel[(min(FULL_DEVICE, units * shape.num_kv_heads * splits),)](
         out,
+        partial,
         TensorDescriptor.from_tensor(query, q_tile, q_layout),
         TensorDescriptor.from_tensor(cache.view(len(cache), -1), page, layout),
         plan.block_table,
         plan.seq_lens,
         plan.query_start_loc,
         zero_counters(query.device),
-        *(num_rows, num_requests, units, plan.block_table.stride(0)),
+        *(num_rows, num_requests, units, splits, plan.block_table.stride(0)),
         shape.scale * math.log2(math.e),
         KV_HEADS=shape.num_kv_heads,
         GROUP=group,
@@ -290,7 +333,11 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
         WIDTH=cut.width,
         SLOTS=cut.slots,
         BLOCK_B=max(64, triton.next_power_of_2(num_requests + 1)),
+        SPLIT=splits > 1,
         **LAUNCH,
         **dependent_launch(query),
     )
+    if splits > 1:
+        block_s, block_d = max(8, splits), 256 if splits <= 8 else 128
+        combine_splits(out, partial, plan, splits=splits, block_s=block_s, block_d=block_d)
     return out

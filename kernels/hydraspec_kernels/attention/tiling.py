@@ -145,8 +145,11 @@ def supports_decode(shape: GroupShape, max_rows: int) -> bool:
     causal mask."""
     if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
         return False
-    if shape.mask != "causal":
-        return False
+    return shape.mask == "causal" and _holds_queries(shape, max_rows)
+
+
+def _holds_queries(shape: GroupShape, max_rows: int) -> bool:
+    """Returns whether a tile of queries fits the registers of the fused kernel."""
     numbers = block_queries(shape, max_rows) * next_power_of_2(shape.head_dim)
     return numbers <= MOST_QUERY_NUMBERS
 
@@ -269,12 +272,22 @@ def prefill_tiling(shape: GroupShape) -> PrefillTiling:
     return PrefillTiling(m, n, min(shape.head_dim, 256), min(shape.block_size, n))
 
 
+def prefill_splits(shape: GroupShape, max_rows: int, num_requests: int) -> int:
+    """Number of splits of a tile's keys in the prefill kernel; 1 with many rows per request."""
+    if max_rows > MOST_SPLIT_ROWS:
+        return 1
+    tiles = -(-queries_of(shape, max_rows) // prefill_tiling(shape).m)
+    return _splits(num_requests * shape.num_kv_heads * tiles, MAX_SPLITS)
+
+
 def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
-    """Returns whether the prefill kernel supports a plan, which must have many rows per request."""
+    """Returns whether the prefill kernel supports a plan, which must have many rows per request, or
+    more queries of wide heads than the fused kernel holds."""
     shape = plan.shape
     group = shape.num_heads // shape.num_kv_heads
     return (
-        plan.max_rows > MOST_SPLIT_ROWS
+        (plan.max_rows > MOST_SPLIT_ROWS or not _holds_queries(shape, plan.max_rows))
+        and plan.query_start_loc is not None
         and plan.sees_until is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and shape.latent_dim is None
