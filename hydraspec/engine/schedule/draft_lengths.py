@@ -31,10 +31,10 @@ from hydraspec.engine.slots import (
 )
 from hydraspec.types import RequestStep
 
-# Speeds are means over so many steps of a length, or over a share of the steps that the present
-# length has lasted. In the first of them a request has no more drafts to verify than the step
-# before proposed, so a longer length has to make up for that in the others.
-STEPS_OF_LENGTH, SHARE_OF_LAST = 7.0, 0.25
+# Speeds are means over so many steps of a length, or over as many as the present length has lasted.
+# In the first of them a request has no more drafts to verify than the step before proposed, so a
+# longer length has to make up for that in the others.
+STEPS_OF_LENGTH = 12
 # Weight of the newest step in the costs that choices follow, which are means over recent steps:
 # where a request ends and the next one joins, one step has fewer requests.
 COSTS_OF_STEP = 0.25
@@ -288,7 +288,7 @@ class DraftLengths:
         """Expected accepted drafts [B, N] per step, over the steps that a length has to last: the
         first of them has no more drafts to verify than were proposed."""
         proposed = len(self.offered) - 1 if self._last is None else self._last
-        further = max(STEPS_OF_LENGTH, SHARE_OF_LAST * self._num_same) - 1
+        further = max(STEPS_OF_LENGTH, self._num_same) - 1
         first = np.minimum(accepted, accepted[:, proposed : proposed + 1])
         found: np.ndarray = (further * accepted + first) / (1 + further)
         return found
