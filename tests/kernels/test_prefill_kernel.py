@@ -98,6 +98,7 @@ MODELS = {
     "E4B full": {"heads": 8, "kv_heads": 2, "head_dim": 512},
     "31B sliding": {"heads": 32, "kv_heads": 16, "head_dim": 256, "window": 1024},
     "31B full": {"heads": 32, "kv_heads": 4, "head_dim": 512},
+    "12B full": {"heads": 16, "kv_heads": 1, "head_dim": 512},
 }
 
 
@@ -135,10 +136,13 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_splits_fill_the_device_without_many_rows() -> None:
     shape = build(case_of("31B full", (5,), (40,))).plan.shape
-    found = [tiling.prefill_splits(shape, 6, requests) for requests in (1, 4, 8, 16, 32)]
+    found = [tiling.prefill_splits(shape, 6, requests, 1024) for requests in (1, 4, 8, 16, 32)]
     assert found == [16, 8, 4, 2, 1]
-    assert tiling.prefill_splits(shape, 9, 8) == 2  # two tiles of 64 queries each
-    assert tiling.prefill_splits(shape, tiling.MOST_SPLIT_ROWS + 1, 1) == 1
+    assert tiling.prefill_splits(shape, 9, 8, 1024) == 2  # two tiles of 64 queries each
+    assert tiling.prefill_splits(shape, tiling.MOST_SPLIT_ROWS + 1, 1, 1024) == 1
+    one_head = replace(shape, num_kv_heads=1, num_heads=16)
+    found = [tiling.prefill_splits(one_head, 4, 1, keys) for keys in (1024, 8192, 32768)]
+    assert found == [16, 32, 64]
 
 
 def test_other_devices_run_the_paged_kernel() -> None:
@@ -164,6 +168,7 @@ FEW_ROWS = {  # of wide heads: rows and lengths
     "rows differ": ((16, 1, 5, 8), (3000, 900, 5, 129)),
     "one split": ((6,) * 40, tuple(6 + 53 * b for b in range(40))),
     "padding requests": ((6, 6, 6), (900, 0, 0)),
+    "one long sequence": ((4,), (33000,)),
 }
 
 
@@ -189,8 +194,12 @@ def test_matches_the_reference(model: str, rows: str) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", FEW_ROWS)
-def test_few_rows_of_wide_heads(rows: str, dtype: torch.dtype) -> None:
-    check(replace(on_device("31B full", *FEW_ROWS[rows]), dtype=dtype))
+@pytest.mark.parametrize("model", ["31B full", "12B full"])
+def test_few_rows_of_wide_heads(model: str, rows: str, dtype: torch.dtype) -> None:
+    most, lens = FEW_ROWS[rows]
+    if model == "31B full":  # eight queries a row
+        most = tuple(5 if n == 4 else n for n in most)
+    check(replace(on_device(model, most, lens), dtype=dtype))
 
 
 @pytest.mark.gpu

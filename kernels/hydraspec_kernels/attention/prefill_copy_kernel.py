@@ -61,8 +61,13 @@ def find_keys(
 
 @gluon.jit
 def share_keys(first, limit, split, splits, N: gl.constexpr):
-    """First key and end of the keys that a split reads: whole tiles of N, but for the last one."""
-    share = gl.cdiv(gl.cdiv(gl.maximum(limit - first, 0), splits), N) * N
+    """First key and end of the keys that a split reads: whole tiles of N, but for the last one.
+
+    A tile has more than 16 splits only if each of them has four tiles of keys.
+    """
+    all_keys = gl.maximum(limit - first, 0)
+    share = gl.maximum(gl.cdiv(all_keys, splits), gl.minimum(gl.cdiv(all_keys, 16), 4 * N))
+    share = gl.cdiv(share, N) * N
     first += split * share
     return first, gl.minimum(limit, first + share)
 

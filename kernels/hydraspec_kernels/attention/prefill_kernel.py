@@ -185,7 +185,8 @@ def _multiply(
             at = _query_at(f, start, kv_head, KV_HEADS, GROUP) * splits + split
             d = (0 if PARTS == 1 else WHICH * WIDTH) + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
             to = partial + at[:, None] * DIM + d[None, :]
-            gl.store(to, acc, mask=(f // GROUP < rows)[:, None])
+            if first < limit:
+                gl.store(to, acc, mask=(f // GROUP < rows)[:, None])
             if PARTS == 1 or WHICH == 0:
                 f = q_at + gl.arange(0, GROUP_QUERIES, BY_SCORE)
                 at = _query_at(f, start, kv_head, KV_HEADS, GROUP) * splits + split
@@ -208,7 +209,8 @@ def _multiply(
 def _prefill_kernel(
     # [T, Hq * H]
     out,
-    # [T, Hq, S, H] float32 sums, then maxima and weights' sums [2, T, Hq, S]; SPLIT only
+    # [T, Hq, S, H] float32 sums, none for splits without keys, then maxima and weights' sums
+    # [2, T, Hq, S]; SPLIT only
     partial,
     # [T, Hq, H] in tiles [64 / G, G, 64]
     query,
@@ -306,7 +308,12 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
     q_layout = gl.NVMMASharedLayout.get_default_for(q_tile, element)
     layout = gl.NVMMASharedLayout.get_default_for(page, element)
     units = num_rows * group // cut.m + num_requests + 1
-    splits = prefill_splits(shape, plan.max_rows, plan.num_busy or num_requests)
+    splits = prefill_splits(
+        shape,
+        plan.max_rows,
+        plan.num_busy or num_requests,
+        plan.block_table.shape[1] * shape.block_size,
+    )
     partial = out
     if splits > 1:
         size = num_rows * shape.num_heads * splits * (shape.head_dim + 2)
@@ -339,5 +346,7 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
     )
     if splits > 1:
         block_s, block_d = max(8, splits), 256 if splits <= 8 else 128
-        combine_splits(out, partial, plan, splits=splits, block_s=block_s, block_d=block_d)
+        combine_splits(
+            out, partial, plan, splits=splits, block_s=block_s, block_d=block_d, sparse=True
+        )
     return out

@@ -1,9 +1,10 @@
 """Adds up the results of splits: programs that each attended a share of a tile's keys.
 
-The paged and the latent kernel leave sums, maxima and weights' sums, and `combine_splits` adds them
-up. The fused decode kernel leaves mean values and log2 of the weights' sums; the split that ends
-last for a tile adds them up (`arrive`, `add_up`), or, where that is much work for one program, a
-second kernel does (`add_splits`). How many splits a tile has then depends on its length.
+The paged, the prefill and the latent kernel leave sums, maxima and weights' sums, and
+`combine_splits` adds them up. The fused decode kernel leaves mean values and log2 of the weights'
+sums; the split that ends last for a tile adds them up (`arrive`, `add_up`), or, where that is much
+work for one program, a second kernel does (`add_splits`). How many splits a tile has then depends
+on its length.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _combine_kernel(
     ONE_ROW: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPARSE: tl.constexpr,  # splits without keys have no sums
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -60,6 +62,8 @@ def _combine_kernel(
     top = tl.load(partial + size * VALUE_DIM + split, mask=exists, other=NO_KEY)
     total = tl.load(partial + size * (VALUE_DIM + 1) + split, mask=exists, other=0.0)
     part = split[:, None] * VALUE_DIM + d[None, :]
+    if SPARSE:
+        exists = total > 0
     mask = exists[:, None] & (d < VALUE_DIM)[None, :]
     acc = tl.load(partial + part, mask=mask, other=0.0)
     weight = tl.exp2(top - tl.max(top, 0))
@@ -70,9 +74,17 @@ def _combine_kernel(
 
 
 def combine_splits(
-    out: Tensor, partial: Tensor, plan: DevicePlan, *, splits: int, block_s: int, block_d: int
+    out: Tensor,
+    partial: Tensor,
+    plan: DevicePlan,
+    *,
+    splits: int,
+    block_s: int,
+    block_d: int,
+    sparse: bool = False,
 ) -> None:
-    """Computes out [T, Hq * Hv] from sums that the paged or latent kernel left in `partial`.
+    """Computes out [T, Hq * Hv] from sums that the paged, prefill or latent kernel left in
+    `partial`; sparse: splits without keys left none.
 
     A program adds up block_s splits of block_d columns: as many loads as registers hold.
     """
@@ -90,6 +102,7 @@ def combine_splits(
         ONE_ROW=plan.query_start_loc is None,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
+        SPARSE=sparse,
         num_warps=4,
         **dependent_launch(out),
     )

@@ -20,7 +20,9 @@ from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_ho
 # they save.
 FULL_DEVICE = NUM_SMS
 MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
-MAX_LONG_SPLITS = 64  # of the fused kernel, where sequences are long: see `most_splits`
+# Of the fused and the prefill kernel, where sequences are long: each split then has four times the
+# least number of keys.
+MAX_LONG_SPLITS = 64
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
@@ -272,12 +274,15 @@ def prefill_tiling(shape: GroupShape) -> PrefillTiling:
     return PrefillTiling(m, n, min(shape.head_dim, 256), min(shape.block_size, n))
 
 
-def prefill_splits(shape: GroupShape, max_rows: int, num_requests: int) -> int:
-    """Number of splits of a tile's keys in the prefill kernel; 1 with many rows per request."""
+def prefill_splits(shape: GroupShape, max_rows: int, num_requests: int, max_keys: int) -> int:
+    """Number of splits of a tile's keys in the prefill kernel, for sequences of up to max_keys
+    keys; 1 with many rows per request."""
     if max_rows > MOST_SPLIT_ROWS:
         return 1
-    tiles = -(-queries_of(shape, max_rows) // prefill_tiling(shape).m)
-    return _splits(num_requests * shape.num_kv_heads * tiles, MAX_SPLITS)
+    cut = prefill_tiling(shape)
+    tiles = -(-queries_of(shape, max_rows) // cut.m)
+    most = max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (4 * cut.n)))
+    return _splits(num_requests * shape.num_kv_heads * tiles, most)
 
 
 def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
