@@ -28,7 +28,7 @@ def as_cached(x, scale):
     if scale is None:
         return x
     else:
-        return e4m3_of(x.to(tl.float32), scale, MOST, False).to(tl.float8e4nv)
+        return e4m3_of(x.to(tl.float32), scale, MOST, False, True).to(tl.float8e4nv)
 
 
 @triton.jit
