@@ -1,6 +1,6 @@
 """Products of few rows with quantised matrices at the sizes of Gemma 4 31B, beside their floor.
 
-    python kernels/benchmarks/bench_quantised.py [--rows 1 8 32 64 128] [--json out.json]
+    python kernels/benchmarks/bench_quantised.py [--rows 1 8 32 64 128] [--only int4]
     python kernels/benchmarks/bench_quantised.py --experts [--rows 1 8 32]    # of 26B-A4B
 
 Weights are rotated out of the L2. Rounding the rows is a kernel of its own, timed apart. The bytes
@@ -157,11 +157,12 @@ def measure_experts(kind: str, rows: int, layers: list[Experts]) -> list[Measure
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--only", default="", help="part of a format's name")
     parser.add_argument("--experts", action="store_true", help="time those of 26B-A4B instead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = []
-    for kind in ROUNDINGS:
+    for kind in (name for name in ROUNDINGS if args.only in name):
         if args.experts:
             layers = [layer_of(kind) for _ in range(LAYERS)]
             found += [line for rows in args.rows for line in measure_experts(kind, rows, layers)]
