@@ -10,10 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from hydraspec_kernels.attention.tiling import WGMMA_ROWS
+from hydraspec_kernels.attention import tiling
 from hydraspec_kernels.runtime.gluon_kernel import load_tile
 
-GROUP_QUERIES = gl.constexpr(WGMMA_ROWS)
+GROUP_QUERIES = gl.constexpr(tiling.WGMMA_ROWS)
+MANY_TILES = gl.constexpr(tiling.MANY_TILES)
 CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memory
 
 
@@ -60,13 +61,13 @@ def find_keys(
 
 
 @gluon.jit
-def share_keys(first, limit, split, splits, N: gl.constexpr):
+def share_keys(first, limit, split, splits, few, N: gl.constexpr):
     """First key and end of the keys that a split reads: whole tiles of N, but for the last one.
 
-    A tile has more than 16 splits only if each of them has four tiles of keys.
+    There are more than `few` splits only if each of them has MANY_TILES tiles of keys.
     """
     all_keys = gl.maximum(limit - first, 0)
-    share = gl.maximum(gl.cdiv(all_keys, splits), gl.minimum(gl.cdiv(all_keys, 16), 4 * N))
+    share = gl.maximum(gl.cdiv(all_keys, splits), gl.minimum(gl.cdiv(all_keys, few), MANY_TILES * N))
     share = gl.cdiv(share, N) * N
     first += split * share
     return first, gl.minimum(limit, first + share)
@@ -146,7 +147,7 @@ def copy_tiles(
     PARTS: gl.constexpr = DIM // WIDTH
     PAGES: gl.constexpr = N // PAGE
     CHUNKS: gl.constexpr = WIDTH // CHUNK
-    num_rows, num_requests, units, splits = sizes
+    num_rows, num_requests, units, splits, few = sizes
     slot, phase, q_phase, clear_phase, work_phase = 0, 0, 0, 0, 0
     index, programs = gl.program_id(0), gl.num_programs(0)
     each = KV_HEADS * splits  # programs of a tile of rows
@@ -162,7 +163,7 @@ def copy_tiles(
             _announce(work, work_phase, kv_head, q_at, start, rows, length, split)
             work_phase ^= 1
             first, limit = find_keys(length, rows, q_at, M, GROUP, WINDOW, PAGE)
-            first, limit = share_keys(first, limit, split, splits, N)
+            first, limit = share_keys(first, limit, split, splits, few, N)
         kept = gl.maximum(length - rows - WINDOW + 1, 0) if WINDOW else 0
         table = block_table + request.to(gl.int64) * table_stride
         pages = _find_pages(table, first, limit, BLOCK_SIZE, PAGE, PAGES)

@@ -109,7 +109,7 @@ def _query_at(f, start, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, partial, work, queries, keys, scale, num_rows, splits, WHICH: gl.constexpr,
+    out, partial, work, queries, keys, scale, num_rows, splits, few, WHICH: gl.constexpr,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -134,7 +134,7 @@ def _multiply(
         q_at = tile_at + Q * GROUP_QUERIES
         _, own_limit = find_keys(length, rows, q_at, GROUP_QUERIES, GROUP, WINDOW, PAGE)
         if SPLIT:
-            first, limit = share_keys(first, limit, split, splits, N)
+            first, limit = share_keys(first, limit, split, splits, few, N)
             own_limit = gl.minimum(own_limit, limit)
         oldest = length - rows + q_at // GROUP
         position = length - rows + (q_at + gl.arange(0, GROUP_QUERIES, BY_SCORE)) // GROUP
@@ -205,7 +205,7 @@ def _multiply(
         work_phase ^= 1
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_requests", "units", "splits", "table_stride"])
+@gluon.jit(do_not_specialize=["num_rows", "num_requests", "units", "splits", "few", "table_stride"])
 def _prefill_kernel(
     # [T, Hq * H]
     out,
@@ -226,6 +226,7 @@ def _prefill_kernel(
     counters,
     num_rows, num_requests, units,
     splits,  # S
+    few,  # of them where keys are few
     table_stride,
     scale,  # times log2(e)
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
@@ -262,20 +263,20 @@ def _prefill_kernel(
     fence_async_shared()
     wait_for_inputs(PDL)
     work, queries, keys = (tile, announced, received), (qs, q_filled, q_free), (ring, filled, free)
-    sizes = (num_rows, num_requests, units, splits)
+    sizes = (num_rows, num_requests, units, splits, few)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    out, partial, work, queries, keys, scale, num_rows, splits, 0,
+                    out, partial, work, queries, keys, scale, num_rows, splits, few, 0,
                     KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS, SPLIT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    out, partial, work, queries, keys, scale, num_rows, splits, 1,
+                    out, partial, work, queries, keys, scale, num_rows, splits, few, 1,
                     KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS, SPLIT,
                 ),
             ),
@@ -308,7 +309,7 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
     q_layout = gl.NVMMASharedLayout.get_default_for(q_tile, element)
     layout = gl.NVMMASharedLayout.get_default_for(page, element)
     units = num_rows * group // cut.m + num_requests + 1
-    splits = prefill_splits(
+    splits, few = prefill_splits(
         shape,
         plan.max_rows,
         plan.num_busy or num_requests,
@@ -327,7 +328,7 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
         plan.seq_lens,
         plan.query_start_loc,
         zero_counters(query.device),
-        *(num_rows, num_requests, units, splits, plan.block_table.stride(0)),
+        *(num_rows, num_requests, units, splits, few, plan.block_table.stride(0)),
         shape.scale * math.log2(math.e),
         KV_HEADS=shape.num_kv_heads,
         GROUP=group,
