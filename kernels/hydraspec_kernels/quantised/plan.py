@@ -215,7 +215,7 @@ def _packed(rows: int, matrix: QuantisedMatrix, partials: bool) -> PackedTiles:
         waves = _divided(_divided(n, groups * share) * splits, NUM_SMS)
         return waves * (groups * share + WAVE_ROWS / groups) / splits, -share, -groups
 
-    most = 2 if partials or m < 32 else 3
+    most = 2 if partials else 3
     shares = ((groups, share) for groups in range(2, most + 1) for share in PACKED_ROWS)
     groups, share = min(shares, key=lambda each: cost(*each))
     splits = splits_of(groups, share)
