@@ -35,12 +35,18 @@ from kernel_places import DEVICES, poison
 from hydraspec.models.checkpoint.quantization import Scheme, encode
 
 # N, K, whether partial sums are wanted: of Gemma 4 31B, and odd ones.
-SHAPES = ((16384, 5376, False), (5376, 21504, True), (1040, 768, False), (24, 2560, True))
+SHAPES = (
+    (16384, 5376, False),
+    (5376, 21504, True),
+    (18000, 768, False),  # three groups of warps
+    (1040, 768, False),
+    (24, 2560, True),
+)
 COMPILE = """
 import json, sys
 from sm90 import build, weights
 from triton.experimental.gluon import language as gl
-from hydraspec_kernels.quantised.packed_kernel import _packed_kernel as kernel
+from hydraspec_kernels.quantised.packed_kernel import MOST_REGISTERS, _packed_kernel as kernel
 
 found = []
 for m, rows, groups, units, stages, registers, partials in json.loads(sys.argv[1]):
@@ -51,7 +57,7 @@ for m, rows, groups, units, stages, registers, partials in json.loads(sys.argv[1
     types |= dict.fromkeys(("M", "N", "K", "units_of_scales"), "i32")
     types["x"] = f"tensordesc<bf16[{m}, 128],{of_x!r}>"
     fixed |= {"BM": m, "GROUPS": groups, "UNITS": units, "STAGES": stages, "PDL": True}
-    fixed["GROUP_REGISTERS"] = registers or 168
+    fixed["GROUP_REGISTERS"] = registers or MOST_REGISTERS[groups]
     made = build(kernel, types, fixed, ("out", "N", "K"), num_warps=4, maxnreg=registers)
     ptx = made.asm["ptx"]
     found.append([made.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("fma.rn.bf16x2")])

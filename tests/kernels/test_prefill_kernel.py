@@ -172,8 +172,9 @@ FEW_ROWS = {  # of wide heads: rows and lengths
     "one request, every split": ((5,), (4000,)),
     "fewer keys than splits": ((5, 5), (5, 130)),
     "rows differ": ((16, 1, 5, 8), (3000, 900, 5, 129)),
-    "one split": ((6,) * 40, tuple(6 + 53 * b for b in range(40))),
+    "one split": ((6,) * 40, tuple(6 + 50 * b for b in range(40))),
     "padding requests": ((6, 6, 6), (900, 0, 0)),
+    "requests without rows": ((6, 0, 7, 0), (900, 0, 2000, 0)),
     "one long sequence": ((4,), (33000,)),
 }
 
@@ -206,6 +207,22 @@ def test_few_rows_of_wide_heads(model: str, rows: str, dtype: torch.dtype) -> No
     if model == "31B full":  # eight queries a row
         most = tuple(5 if n == 4 else n for n in most)
     check(replace(on_device(model, most, lens), dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("rows", "lens", "bound"),
+    [((5, 7), (900, 2000), 16), ((7,), (66000,), 8)],
+    ids=["of other requests", "with 64 splits"],
+)
+def test_a_plan_bounds_rows(rows: tuple[int, ...], lens: tuple[int, ...], bound: int) -> None:
+    inputs = build(replace(on_device("31B full", rows, lens), heads=8, kv_heads=1))
+    inputs = replace(inputs, plan=replace(inputs.plan, max_rows=bound))
+    expected = prefill_attention_reference(
+        inputs.query.double(), inputs.cache.double(), inputs.plan
+    )
+    assert_half_close(run(inputs), expected)
 
 
 @pytest.mark.gpu

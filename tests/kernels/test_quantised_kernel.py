@@ -83,6 +83,19 @@ def test_rows_round_to_the_reference_s_bits(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1.0, 3e-5])
+def test_what_is_too_large_rounds_to_the_largest(scale: float, device: str) -> None:
+    rounding = Rounding("static", scale=torch.tensor([[scale]], device=device))
+    sizes = (0.0, 0.1, 447, 465, 1e3, 1e5, 6e4, float("inf"))
+    for dtype in (torch.float32, torch.float16):
+        x = torch.tensor([sizes, sizes], device=device) * torch.tensor([[1], [-1]], device=device)
+        x = x.to(dtype)
+        for kind in (torch.float16, torch.float8_e4m3fn):
+            numbers, scales = round_rows(x, rounding, None, kind)
+            assert torch.equal(numbers.float() * scales, rounded_rows(x, rounding))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_many_rows_are_rounded_and_stay_in_their_type(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -63,7 +63,7 @@ def _combine_kernel(
     total = tl.load(partial + size * (VALUE_DIM + 1) + split, mask=exists, other=0.0)
     part = split[:, None] * VALUE_DIM + d[None, :]
     if SPARSE:
-        exists = total > 0
+        exists = total != 0  # NaN stays
     mask = exists[:, None] & (d < VALUE_DIM)[None, :]
     acc = tl.load(partial + part, mask=mask, other=0.0)
     weight = tl.exp2(top - tl.max(top, 0))

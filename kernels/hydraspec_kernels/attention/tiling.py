@@ -21,7 +21,7 @@ from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_ho
 FULL_DEVICE = NUM_SMS
 MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 # Of the fused and the prefill kernel, where sequences are long: each split then has four times the
-# least number of keys.
+# least number of keys, or MANY_TILES tiles.
 MAX_LONG_SPLITS = 64
 MANY_TILES = 16  # of keys, of a split of the prefill kernel where there are many
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits

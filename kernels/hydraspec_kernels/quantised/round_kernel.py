@@ -50,19 +50,21 @@ def _quotients(v, scale):
 
     The product with the reciprocal is up to 2 ulp off; one step with its exact remainder ends at
     the nearest number, for every float32 scale and v of up to 11 bits (all mantissas were tried).
+    Above 1024 it is some number above 448, or infinite: its remainder would be of infinite numbers.
     """
     if INTERPRETED:  # its fma rounds twice
         return tl.div_rn(v, tl.zeros_like(v) + scale)
     else:
         inverse = tl.zeros_like(v) + tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-        near = v * inverse
+        near = tl.minimum(tl.maximum(v * inverse, -1024.0), 1024.0)
         return tl.fma(tl.fma(-near, tl.zeros_like(v) + scale, v), inverse, near)
 
 
 @triton.jit
 def e4m3_of(v, scale, MOST: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr = False):
-    """e4m3 numbers of v / scale in float32, v of at most 16 bits; SCALED: times the scale again.
-    STORED: they are stored in e4m3, so the device may convert them."""
+    """e4m3 numbers of v / scale, in float32 or, where a device converts what is STORED, in e4m3.
+    SCALED, of numbers that are not stored: times the scale again. v is in half precision: numbers
+    of float32 may be off by one where their quotient is a tie."""
     v = _quotients(v, scale)
     BY_DEVICE: tl.constexpr = STORED and not INTERPRETED
     if BY_DEVICE:  # which rounds alike, and larger numbers to the largest
