@@ -67,8 +67,8 @@ def share_keys(first, limit, split, splits, few, N: gl.constexpr):
     There are more than `few` splits only if each of them has MANY_TILES tiles of keys.
     """
     all_keys = gl.maximum(limit - first, 0)
-    share = gl.maximum(gl.cdiv(all_keys, splits), gl.minimum(gl.cdiv(all_keys, few), MANY_TILES * N))
-    share = gl.cdiv(share, N) * N
+    least = gl.minimum(gl.cdiv(all_keys, few), MANY_TILES * N)
+    share = gl.cdiv(gl.maximum(gl.cdiv(all_keys, splits), least), N) * N
     first += split * share
     return first, gl.minimum(limit, first + share)
 
