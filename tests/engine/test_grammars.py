@@ -6,6 +6,8 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord, Structured
 
 IN_EVERY_SUITE = ("gemma4_mtp", "eagle3", "dflash", "ngram")
+NUM_SCHEMAS = 500
 TEXTS = (
     "Write job, name, city, color and id of this record as JSON.\nid: A7388; color: red; item: "
     "toys; city: Porto; name: Emma Weber; job: tailor",
@@ -80,8 +83,18 @@ def requests(
     ]
 
 
-def drawn(count: int, first_seed: int = 0) -> list[Drawn]:
-    return [drawn_grammar(random.Random(first_seed + i)) for i in range(count)]
+def drawn(number: int, first_seed: int = 0) -> list[Drawn]:
+    return [drawn_grammar(random.Random(first_seed + i)) for i in range(number)]
+
+
+@cache
+def different() -> list[Drawn]:
+    """NUM_SCHEMAS JSON schemas, then the grammars of other kinds among them; no two are alike."""
+    schemas, rest, seeds = dict[Structured, Drawn](), dict[Structured, Drawn](), count()
+    while len(schemas) < NUM_SCHEMAS:
+        found = drawn_grammar(random.Random(next(seeds)))
+        (schemas if found.structured.kind == "json" else rest)[found.structured] = found
+    return [*schemas.values(), *rest.values()]
 
 
 def others() -> list[Structured | None]:
@@ -134,25 +147,29 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("method", "num_drawn", "longest"),
+    ("method", "is_quick"),
     [
-        *((method, 10, 120) for method in IN_EVERY_SUITE),
-        *(pytest.param(method, 50, 200, marks=pytest.mark.slow) for method in DRAFTERS),
+        *((method, True) for method in IN_EVERY_SUITE),
+        *(pytest.param(method, False, marks=pytest.mark.slow) for method in DRAFTERS),
     ],
 )
 def test_greedy_outputs_follow_grammars_and_are_those_without_drafts(
-    method: str, num_drawn: int, longest: int
+    method: str, is_quick: bool
 ) -> None:
     """More requests than slots, so that slots change owners, with a grammar and without. Fails if
-    a mask is that of another draft, outlives its step, or lets a rejected draft advance it. The
-    drafters have other grammars: 500 in all."""
-    random_ones = drawn(num_drawn, 50 * list(DRAFTERS).index(method))
+    a mask is that of another draft, outlives its step, or lets a rejected draft advance it. In the
+    slow cases each drafter has a tenth of NUM_SCHEMAS schemas, and no output is cut."""
+    drafter = list(DRAFTERS).index(method)
+    random_ones = drawn(10, 50 * drafter) if is_quick else different()[drafter :: len(DRAFTERS)]
     target, typed = DRAFTERS[method], ("engine.max_num_seqs=5", "engine.max_num_batched_tokens=96")
-    asked = requests([*(each.structured for each in random_ones), *others()], longest=longest)
+    asked = requests(
+        [*(each.structured for each in random_ones), *others()], longest=120 if is_quick else 200
+    )
     plain, _ = completions(engine_of(target, "none", *typed), asked)
     drafted, records = completions(engine_of(target, method, *typed), asked)
     assert tokens(drafted) == tokens(plain)
-    assert check(asked, drafted, random_ones) > 0.9 * num_drawn
+    assert check(asked, drafted, random_ones) >= len(random_ones)
+    assert {drafted[index].finish_reason for index in range(len(random_ones))} == {"stop"}
     free = [request for request in asked if request.sampling.structured is None]
     alone, _ = completions(engine_of(target, "none", *typed), free)
     assert {i: each.output_token_ids for i, each in alone.items()} == {
