@@ -4,6 +4,9 @@ Many requests with the same prompt and different seeds decode two tokens. The fi
 from the target, the second from verification against a drafter that can propose only part of the
 vocabulary: what it lacks has to come from the residual. A chi-squared test compares the second with
 the target's own distribution, summed over the first.
+
+Power: each test finds a distribution at the total variation distance DISTANCES of its number of
+requests with probability above POWER at level ALPHA, which `p_value` asserts for its cells.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from block_worlds import BlockWorld
 from eagle_worlds import EagleWorld, make_world
 from records import request
+from sampled_cells import power
 from scenarios import make_engine
 from scipy import stats
 from tiny_targets import run_config
@@ -37,8 +41,9 @@ from hydraspec.speculators.none import NoSpeculator
 from hydraspec.speculators.registry import build_speculator
 from hydraspec.types import Completion, Draft, StepRecord
 
-ALPHA = 1e-4
-NUM_REQUESTS, MANY_REQUESTS = 1000, 2000
+ALPHA, POWER = 1e-4, 0.99
+NUM_REQUESTS, MANY_REQUESTS = 1250, 2000
+DISTANCES = {NUM_REQUESTS: 0.15, MANY_REQUESTS: 0.12}
 TEMPERATURE = 0.7
 LEAST = 0.81  # the median of the first drafts' estimated survival
 
@@ -111,12 +116,15 @@ def second_tokens(
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Of a chi-squared test, cells of fewer than five expected counts pooled."""
-    order = expected.argsort()
+    """Of a chi-squared test, cells of fewer than five expected counts pooled, which hides no more
+    of a distance than their share."""
+    num_requests, order = round(expected.sum()), expected.argsort()
     counts, expected = counts[order], expected[order]
     pooled = int((expected.cumsum() < 5).sum()) + 1
     counts = np.concatenate([[counts[:pooled].sum()], counts[pooled:]])
     expected = np.concatenate([[expected[:pooled].sum()], expected[pooled:]])
+    seen = DISTANCES[num_requests] - expected[0] / num_requests
+    assert power(num_requests, len(expected) - 1, seen, ALPHA) > POWER
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float(stats.chi2.sf(statistic, len(expected) - 1))
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.stats import chi2, ncx2
 from torch import Tensor
 
 Cells = Mapping[tuple[int, ...], float]
@@ -45,6 +45,13 @@ def p_value(texts: Iterable[Sequence[int]], cells: Cells, length: int) -> float:
     observed = np.append(observed[~rare], observed[rare].sum())
     statistic = ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
     return float(chi2.sf(statistic, len(expected) - 1))
+
+
+def power(num_samples: int, degrees: int, distance: float, alpha: float) -> float:
+    """The least power of a chi-squared test at level alpha against a distribution at this total
+    variation distance: by Cauchy-Schwarz the noncentrality is at least n (2 distance)^2."""
+    noncentrality = num_samples * (2 * distance) ** 2
+    return float(ncx2.sf(chi2.isf(alpha, degrees), degrees, noncentrality))
 
 
 def _cell_of(tokens: tuple[int, ...], known: set[tuple[int, ...]]) -> tuple[int, ...]:
