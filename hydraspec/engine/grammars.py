@@ -131,7 +131,7 @@ class Grammars:
         markers = self._tokenizer.reasoning_markers if request.may_reason else None
         found = RequestGrammar(matcher, self._vocab_size, self.costs, self._tokens_of, markers)
         if markers is not None:
-            found.start_after(request.prompt_token_ids or [])
+            found.start_after(self._tokenizer.reasoning_at_end(request.prompt_token_ids or []))
         return found
 
     def allowed_after(
@@ -201,14 +201,10 @@ class RequestGrammar:
         self._may_begin = markers is not None  # a reasoning section, with the next token
         self._is_reasoning = False
 
-    def start_after(self, prompt_token_ids: Seq[int]) -> None:
-        """Begin after a prompt, whose last reasoning section may be open."""
-        assert self._markers is not None
-        for token in reversed(prompt_token_ids):
-            if token in self._markers:
-                self._is_reasoning = token == self._markers[0]
-                break
-        self._may_begin = not self._is_reasoning
+    def start_after(self, is_open: bool | None) -> None:
+        """Begin after a prompt, at whose end a reasoning section is open, closed (False) or none
+        is (None): there the first token may begin one."""
+        self._is_reasoning, self._may_begin = bool(is_open), is_open is None
 
     def accept(self, tokens: list[int]) -> list[int]:
         """Follow the tokens of a step; returns those up to one that the grammar forbids, which

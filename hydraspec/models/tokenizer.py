@@ -17,6 +17,8 @@ from hydraspec.errors import CheckpointError, WorkloadError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = (("<think>", "</think>"), ("<|channel>", "<channel|>"))  # in released templates
+LABEL = "thought"  # behind a marker in Gemma 4's templates
+MOST_BEHIND = 16  # tokens that a template writes behind a marker
 THINKING = ("enable_thinking", "thinking")  # the switch's names in released templates
 MAX_CHARACTERS = 1 << 24  # of a prompt rendered by a chat template
 MAX_FILE_BYTES = 1 << 28  # of each file of a tokenizer: the largest released have 40 MB
@@ -119,6 +121,19 @@ class Tokenizer:
                 first, last = (self._inner.convert_tokens_to_ids(marker) for marker in pair)
                 return first, last
         return None
+
+    def reasoning_at_end(self, prompt: Sequence[int]) -> bool | None:
+        """Returns whether the reasoning section at a prompt's end is open; None: it ends with none.
+        A template ends it with a marker and white space, or LABEL; other markers are text of
+        messages.
+        """
+        markers, end = self.reasoning_markers, list(prompt[-MOST_BEHIND:])
+        places = [i for i, token in enumerate(end) if markers and token in markers]
+        if not markers or not places:
+            return None
+        is_open = end[places[-1]] == markers[0]
+        behind = str(self._inner.decode(end[places[-1] + 1 :])).strip()
+        return is_open if not behind or (is_open and behind == LABEL) else None
 
     @property
     def bos_token_id(self) -> int | None:

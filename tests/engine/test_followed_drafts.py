@@ -106,7 +106,7 @@ def test_of_a_long_text_only_the_beginning_is_cut_into_tokens() -> None:
 def test_reasoning_sections_are_free_text() -> None:
     """From one marker, 30, to the other, 31: in the output, or open at the prompt's end."""
     grammar = RequestGrammar(Recorder(), 40, GrammarCosts(), no_tokens, (30, 31))
-    grammar.start_after([3, 4])
+    grammar.start_after(None)
     found = grammar.follow([30, 5, 31, 7])
     first = found.masks
     assert (found.drafts, found.decided) == ([30, 5, 31, 7], [3])
@@ -118,9 +118,13 @@ def test_reasoning_sections_are_free_text() -> None:
     assert grammar.accept([31, 7]) == [31, 7]
     assert grammar.follow([]).masks[0].tolist() == [BODY, 0]
     without = RequestGrammar(Recorder(), 40, GrammarCosts(), no_tokens, (30, 31))
-    without.start_after([30, 3, 31])
+    without.start_after(None)
     assert without.accept([7]) == [7]
     assert without.accept([30]) == []  # only the first token begins a section
+    closed = RequestGrammar(Recorder(), 40, GrammarCosts(), no_tokens, (30, 31))
+    closed.start_after(False)
+    assert closed.follow([]).masks[0].tolist() == [START, 0]
+    assert closed.accept([30]) == []
     opened = RequestGrammar(Recorder(), 40, GrammarCosts(), no_tokens, (30, 31))
-    opened.start_after([31, 30, 3])
+    opened.start_after(True)
     assert opened.follow([]).masks[0].tolist() == [ALL, ALL]
