@@ -38,11 +38,18 @@ LAYER: dict[str, Any] = {
 class FakeTarget:
     """What a head may know of a target: sizes and tables."""
 
-    def __init__(self, rng: np.random.Generator, *, hidden_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.vocabulary = Vocabulary(vocab_size)
         self.num_layers, self.max_position_embeddings, self.block_size = 6, 256, 4
-        self.dtype, self.device = torch.float64, torch.device("cpu")
+        self.dtype, self.device = dtype, torch.device("cpu")
         self.eos_token_ids: tuple[int, ...] = ()
         self.suppress_token_ids: tuple[int, ...] = ()
         place = Place(self.dtype, self.device)

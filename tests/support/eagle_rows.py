@@ -26,7 +26,7 @@ class PagedRows:
         blocks = -(-length // BLOCK)
         self.table = 1 + torch.randperm(blocks)[None]
         self.caches = [
-            torch.zeros((blocks + 1) * BLOCK, *spec.shape.page_row).double()
+            torch.zeros((blocks + 1) * BLOCK, *spec.shape.page_row, dtype=head.place.dtype)
             for spec in self.specs
             for _ in spec.layers
         ]
