@@ -57,6 +57,7 @@ class InFormat:
     """A job with drafts of one of the targets.
 
     Attributes:
+        drafter_format: None for a drafter without weights.
         tokens_per_second: of all users; see the module.
         plain_tokens_per_second: of the target without drafts, the mean over its jobs.
         agreement: None for sampled outputs.
@@ -64,7 +65,7 @@ class InFormat:
 
     of: JobFigures
     target_format: str
-    drafter_format: str
+    drafter_format: str | None
     tokens_per_second: float
     plain_tokens_per_second: float
     agreement: Agreement | None
@@ -168,11 +169,12 @@ def _in_format(
     found, dtype = one.job.runs[0].formats, one.job.summary["dtype"]
     sides = (FLOAT, FLOAT) if found is None else (found.target, found.drafter or FLOAT)
     target, drafter = (dtype if side == FLOAT else side for side in sides)
+    has_weights = one.job.summary["memory_bytes"].get("draft_weights") != 0
     without = fmean(plain.get(one.job.summary["target"], [0.0]))
     return InFormat(
         of=one,
         target_format=target,
-        drafter_format=drafter,
+        drafter_format=drafter if has_weights else None,
         tokens_per_second=one.speedup * without,
         plain_tokens_per_second=without,
         agreement=agreement(one.job, reference.job),
@@ -244,7 +246,7 @@ def _cells(one: InFormat) -> list[str]:
     if scored is None and one.job.summary["accuracy"]:
         scored = one.job.summary["accuracy"]["exact_match"]
     return [
-        *(one.target, one.target_format, one.drafter, one.drafter_format),
+        *(one.target, one.target_format, one.drafter, one.drafter_format or "-"),
         *(number(one.tokens_per_second, 0), estimate(one.of.speedups[ALL], "x")),
         estimate(one.of.lengths[ALL]),
         *(number(one.megabytes(key)) for key in ("weights", "draft_weights")),

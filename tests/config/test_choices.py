@@ -116,6 +116,16 @@ def test_every_method_meets_every_target(method, target):
     assert config.method.checkpoint == ("/models/drafter" if given else expected)
 
 
+def test_formats_are_compared_with_every_drafter_of_the_target():
+    """Catches a drafter of the zoo that the report of one model's formats leaves out."""
+    compared = packaged("experiment", "formats")["hydra"]["sweeper"]["params"]
+    first, *others = compared["target"].split(",")
+    methods = {*compared["method"].split(",")}
+    assert methods == {*packaged_drafters(first), *WITHOUT_WEIGHTS} - {"none"}
+    for target in others:
+        assert packaged_drafters(target).keys() == packaged_drafters(first).keys(), target
+
+
 def test_group_list_is_complete():
     folders = {path.split("/")[0] for path in YAML_FILES if "/" in path}
     assert folders == {*GROUPS, "hydra"}

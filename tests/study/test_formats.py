@@ -108,6 +108,13 @@ def test_the_answer_is_the_fastest_of_all_formats(sweep: Path) -> None:
     ]
 
 
+def test_a_drafter_without_weights_has_no_format(sweep: Path) -> None:
+    summary = summary_of(sweep / "10")
+    edit(sweep / "10", memory_bytes=summary["memory_bytes"] | {"draft_weights": 0})
+    shown = {one.job.name: one.drafter_format for one in found(sweep).jobs}
+    assert shown == {"0": "float32", "1": "float32", "10": None, "11": "float32"}
+
+
 def test_a_machine_that_changed_more_than_formats_differ(sweep: Path) -> None:
     """The baseline of one target ran four times as fast in one job: 1.5 x 2.5 tells nothing."""
     summary = summary_of(sweep / "0")

@@ -96,6 +96,7 @@ QUANTISED_PAIRS = (
     Pair("tiny_qwen3_fp8", "eagle3", "zoo:tiny_qwen3-eagle3"),
     Pair("tiny_mistral_fp8", "eagle", "zoo:tiny_mistral_fp8-eagle"),
     Pair("tiny_deepseek_fp8", "mtp"),
+    Pair("tiny_gemma4_w4a16", "dspark", "zoo:tiny_gemma4-dspark"),
 )
 # In blocks of 128, which divides neither of its widths: ranks cannot divide it.
 RAGGED = Pair("tiny_gemma4_fp8_block", "gemma4_mtp", "zoo:tiny_gemma4-assistant")
