@@ -26,7 +26,13 @@ from hydraspec.models.kv_groups import FULL, SLIDING
 
 PART = "dflash_config"  # the object in which z-lab's files keep the drafter's own keys
 MASK_EMBEDDING = "mask_embedding"  # the tensor that enters for mask tokens
-MASK_PICKLE = f"{MASK_EMBEDDING}.pt"  # the same as some heads publish it
+MASK_PICKLE = f"{MASK_EMBEDDING}.pt"  # the same as some heads publish it: a dict, or the tensor
+CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    f"e = torch.load('{MASK_PICKLE}', weights_only=True); "
+    f"save_file({{'{MASK_EMBEDDING}': (e['embedding'] if isinstance(e, dict) else e).flatten()}}, "
+    f"'{MASK_EMBEDDING}.safetensors')\""
+)
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 LEAST_BLOCK = 2  # rows: the newest token and a mask
 UNCOMPUTED = {  # z-lab's keys for other attentions -> the only supported value

@@ -12,6 +12,7 @@ from hydraspec.errors import CheckpointError
 from hydraspec.models.aux_states import check_aux_layer_ids
 from hydraspec.models.base import TargetModel
 from hydraspec.models.block_drafter.config import (
+    CONVERT,
     MASK_EMBEDDING,
     MASK_PICKLE,
     BlockConfig,
@@ -48,8 +49,8 @@ def load_block_drafter(
     layers = FAMILIES[config.family].read(config.layers, where)
     entries: Entries = {}
     if weights == "checkpoint":
-        _check_no_pickle(opened.folder)
         entries = {canonical_name(name): entry for name, entry in opened.entries().items()}
+        _check_no_pickle(opened.folder, entries)
     _check_target(config, layers, target, where)
     _check_tensors(config, entries, target, where)
     width = target.hidden_size
@@ -127,13 +128,14 @@ def _check_tensors(config: BlockConfig, entries: Entries, target: TargetModel, w
         )
 
 
-def _check_no_pickle(folder: Path) -> None:
-    """Refuses a folder whose mask embedding is a pickle: without it drafts would be poor."""
-    if (folder / MASK_PICKLE).is_file():
+def _check_no_pickle(folder: Path, entries: Entries) -> None:
+    """Refuses a folder that has its mask embedding as a pickle alone: without it drafts would be
+    poor."""
+    if (folder / MASK_PICKLE).is_file() and MASK_EMBEDDING not in entries:
         raise CheckpointError(
-            f"{str(folder / MASK_PICKLE)!r} is not safetensors, and loading a pickle runs code: "
-            f"convert it: save its embedding as the tensor {MASK_EMBEDDING} in a file "
-            f"{MASK_EMBEDDING}.safetensors, and remove {MASK_PICKLE}"
+            f"{str(folder / MASK_PICKLE)!r} holds the drafter's mask embedding as a pickle, and "
+            "loading a pickle runs code; expected safetensors: if you trust the file, convert it "
+            f"once, in its folder, with {CONVERT}"
         )
 
 

@@ -25,6 +25,7 @@ from hydraspec.models.checkpoint.twins import TWINS, twin_folder
 from hydraspec.shipped import SHAPE_PREFIX, SHAPES, ZOO, ZOO_PREFIX
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+UNLISTED = "mask_embedding.safetensors"  # read too where an index does not list it: ADR 41
 GGUF = ".gguf"  # llama.cpp's format
 MAX_LISTED = 10  # names a message lists before it only counts
 
@@ -205,7 +206,7 @@ def cannot_read(file: Path, error: OSError) -> CheckpointError:
 def _tensor_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return _indexed_files(index)
+        return sorted({*_indexed_files(index), *folder.glob(UNLISTED)})
     files = sorted(folder.glob("*.safetensors"))
     # Some releases hold the same weights twice, in Hugging Face's and in Mistral's own format.
     ours = [file for file in files if not file.name.startswith("consolidated")]
