@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from hydraspec_kernels.sampling.random_streams import DrawKey, Purpose
-from hydraspec_kernels.sampling.token_choice import sample_with_probs
+from hydraspec_kernels.sampling.rules import without_bans
+from hydraspec_kernels.sampling.token_choice import greedy_tokens, sample_with_probs
 from torch import Tensor
 
 from hydraspec.config.schema import DraftSampling, RunConfig
@@ -175,9 +176,16 @@ class DraftModelSpeculator(BaseSpeculator):
         seq_lens [B] are p + 1: the sampled token has that position, so the draft predicts
         p + 2 + index.
         """
-        if not self.draws(batch):
+        rules = state.rules if batch.flags.any_biases else None
+        if rules is None and not self.draws(batch):
             return self.head.greedy_tokens(hidden), None
-        return self.draw_draft(self.head.compute_logits(hidden), batch, state, seq_lens, index)
+        logits = self.head.compute_logits(hidden)
+        if rules is not None:
+            num_known = seq_lens + (1 + index)
+            logits = without_bans(logits, batch.slots, num_known, rules, self.draft_vocab_map)
+        if self.draws(batch):
+            return self.draw_draft(logits, batch, state, seq_lens, index)
+        return self._target_ids(greedy_tokens(logits)), None
 
     def draw_draft(
         self, logits: Tensor, batch: Batch, state: RequestState, seq_lens: Tensor, index: int
@@ -193,5 +201,8 @@ class DraftModelSpeculator(BaseSpeculator):
             DrawKey(seed, seq_lens + (1 + index), Purpose.DRAFT, index),
             any_greedy=batch.flags.any_greedy,
         )
+        return self._target_ids(tokens), probs
+
+    def _target_ids(self, tokens: Tensor) -> Tensor:
         ids = self.draft_vocab_map
-        return tokens if ids is None else ids.index_select(0, tokens), probs
+        return tokens if ids is None else ids.index_select(0, tokens)

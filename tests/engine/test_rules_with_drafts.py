@@ -8,20 +8,26 @@ processors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from hydraspec_kernels.sampling import rules
 from hydraspec_kernels.sampling.rules import reference
 from sampled_cells import exact_cells, p_value
 from zoo_engines import DRAFTERS, engine_of
 
 from hydraspec.adapters.transformers.rules import processors
 from hydraspec.engine.native import NativeEngine
+from hydraspec.speculators import draft_model
+from hydraspec.speculators.eagle import EagleSpeculator
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord
 
+PROBABILISTIC = "method.draft_sampling=probabilistic"
 IN_EVERY_SUITE = ("eagle3",)
 ALPHA, NUM_REQUESTS, LENGTH, MOST_LIKELY = 1e-4, 1_200, 3, 4
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 10, 11, 9, 9], [40, 41, 42, 43, 44])
@@ -32,6 +38,7 @@ def _closed() -> Iterator[None]:
     yield
     engine_of.cache_clear()
     sampled.cache_clear()
+    banned.cache_clear()
 
 
 def outputs(engine: NativeEngine, requests: list[Request]) -> tuple[list[list[int]], int]:
@@ -107,6 +114,32 @@ def test_greedy_outputs_under_rules_are_those_without_drafts(method: str, target
     assert num_accepted > 0
 
 
+def drafts_of(engine: NativeEngine, sampling: SamplingParams) -> Counter[int]:
+    requests = ruled_requests()[: len(PROMPTS)]
+    proposed: Counter[int] = Counter()
+    for event in engine.run(
+        [replace(each, sampling=sampling) for each in requests], concurrency=None
+    ):
+        if isinstance(event, StepRecord):
+            proposed.update(token for each in event.requests for token in each.draft_token_ids)
+    return proposed
+
+
+@pytest.mark.parametrize("method", ["gemma4_mtp", "eagle", "eagle3", "mtp"])
+def test_drafters_of_one_token_at_a_time_propose_nothing_banned(method: str) -> None:
+    """Ends before the least length, and one-token bans of what is drafted without rules."""
+    engine = engine_of(DRAFTERS[method], method, *FEW_SLOTS)
+    ends = engine.parts.target.eos_token_ids
+    without = drafts_of(engine, SamplingParams(max_tokens=24))
+    (first, _), (second, _) = [each for each in without.most_common(4) if each[0] not in ends][:2]
+    sampling = SamplingParams(
+        max_tokens=24, min_tokens=32, bad_words=((first,),), logit_bias=((second, -100.0),)
+    )
+    drafted = drafts_of(engine, sampling)
+    assert drafted.total() > 0
+    assert not drafted.keys() & {first, second, *ends}
+
+
 TEXT = (  # of a kind that the zoo's drafters draft well
     "Write a function sum_tiles that goes over tiles, adds 5 for each tile above 13 and sums them "
     "up in index."
@@ -149,6 +182,25 @@ def sampled(target: str) -> Sampled:
     return Sampled(prompt, sampling, exact(engine, prompt, sampling))
 
 
+@cache
+def banned(target: str) -> Sampled:
+    """Rules that ban what a drafter is most certain of, at a temperature where it is certain."""
+    known, engine = sampled(target), engine_of(target, "none")
+    request = Request(
+        index=0, id="0", sampling=SamplingParams(max_tokens=3), prompt_token_ids=known.prompt
+    )
+    _, second, third = outputs(engine, [request])[0][0]
+    sampling = SamplingParams(
+        temperature=1.0,
+        min_p=0.01,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        bad_words=((second,),),
+        logit_bias=((third, -100.0),),
+    )
+    return Sampled(known.prompt, sampling, exact(engine, known.prompt, sampling))
+
+
 def exact(
     engine: NativeEngine, prompt: list[int], sampling: SamplingParams
 ) -> dict[tuple[int, ...], float]:
@@ -164,9 +216,11 @@ def exact(
     return exact_cells(probs_after, LENGTH, MOST_LIKELY)
 
 
-def p_of_outputs(target: str, method: str, *typed: str) -> tuple[float, int]:
+def p_of_outputs(
+    target: str, method: str, *typed: str, known: Sampled | None = None
+) -> tuple[float, int]:
     """P-value of the outputs with this drafter, and how many drafts were accepted."""
-    known = sampled(target)
+    known = known or sampled(target)
     requests = [
         Request(
             index=i,
@@ -215,11 +269,39 @@ def test_a_device_gives_the_tokens_and_the_distribution_without_drafts(
 @pytest.mark.slow
 @pytest.mark.parametrize("verification", ["standard", "block"])
 def test_sampled_drafts_keep_the_distribution_under_rules(verification: str) -> None:
-    """Drafts from the drafter's own distribution, which no rule changes, beside the ruled p."""
-    typed = ("method.draft_sampling=probabilistic", f"method.verification={verification}")
+    """Drafts from the drafter's own distribution, which none of these rules changes, beside the
+    ruled p."""
+    typed = (PROBABILISTIC, f"method.verification={verification}")
     p, num_accepted = p_of_outputs("tiny_qwen3", "eagle3", *typed)
     assert p > ALPHA
     assert num_accepted > NUM_REQUESTS // 8
+
+
+def test_drafts_drawn_without_banned_tokens_keep_the_distribution() -> None:
+    p, num_accepted = p_of_outputs(
+        "tiny_qwen3", "eagle3", PROBABILISTIC, known=banned("tiny_qwen3")
+    )
+    assert p > ALPHA
+    assert num_accepted > NUM_REQUESTS // 8
+
+
+def test_probabilities_from_before_the_bans_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutation that the test above is for: the verifier is told what the drafter would have
+    drawn from without bans."""
+    true_draw = EagleSpeculator.draw_draft
+    raw: list[torch.Tensor] = []
+
+    def without_bans(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        raw[:] = [logits]
+        return rules.without_bans(logits, *rest)
+
+    def draw(self: EagleSpeculator, logits: torch.Tensor, *rest: Any) -> Any:
+        return true_draw(self, logits, *rest)[0], true_draw(self, raw[0], *rest)[1]
+
+    monkeypatch.setattr(draft_model, "without_bans", without_bans)
+    monkeypatch.setattr(EagleSpeculator, "draw_draft", draw)
+    p, _ = p_of_outputs("tiny_qwen3", "eagle3", PROBABILISTIC, known=banned("tiny_qwen3"))
+    assert p < ALPHA
 
 
 def test_rules_that_forget_the_drafts_before_a_row_are_found(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hydraspec_kernels.sampling.records import EVERYTHING, SamplingTensors
-from hydraspec_kernels.sampling.rules import constrained
+from hydraspec_kernels.sampling.rules import constrained, without_bans
 from hydraspec_kernels.sampling.truncation.reference import target_probs
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 
@@ -126,6 +126,40 @@ def test_slots_without_rules_keep_their_logits(windows: Callable[..., Any]) -> N
     found = constrained(step.logits, step.batch, step.state, plain, EVERYTHING)
     assert torch.equal(found.nan_to_num(7.0), step.logits.nan_to_num(7.0))
     assert found.data_ptr() != step.logits.data_ptr()
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_drafts_lose_what_is_banned_whatever_comes_before(
+    windows: Callable[..., Any], is_narrow: bool
+) -> None:
+    """Bad words of one token, biases of -100, and ends before the least length, and no others; the
+    drafter's vocabulary may be narrower."""
+    rng, num_banned = np.random.default_rng(3), 0
+    for j in range(K + 1):
+        step, cases = windows(rng, 10)
+        writer, slots, rules = RuleWriter(step.state.rules, (EOS,)), step.batch.slots, []
+        for slot, (_, _, num_prompt, _, given) in zip(slots.tolist(), cases, strict=True):
+            biases = ((int(rng.integers(VOCAB)), -100.0), (int(rng.integers(VOCAB)), -99.0))
+            rules.append(replace(given, logit_bias=biases))
+            writer.write(slot, rules[-1], num_prompt)
+        ids = torch.from_numpy(rng.permutation(VOCAB)[: VOCAB // 2]) if is_narrow else None
+        tokens = list(range(VOCAB)) if ids is None else ids.tolist()
+        logits = torch.randn(10, len(tokens), dtype=torch.bfloat16)
+        known = torch.tensor([num_known + j for _, num_known, *_ in cases])
+        found = without_bans(logits, slots, known, step.state.rules, ids)
+        for row, changed, (_, num_known, num_prompt, _, _), rule in zip(
+            logits.float(), found, cases, rules, strict=True
+        ):
+            banned = {word[0] for word in rule.bad_words if len(word) == 1}
+            banned |= {rule.logit_bias[0][0]}
+            if num_known + j < num_prompt + rule.min_tokens:
+                banned |= {*rule.stop_token_ids, *(() if rule.ignore_eos else (EOS,))}
+            is_banned = torch.tensor([token in banned for token in tokens])
+            assert torch.equal(changed[~is_banned], row[~is_banned])
+            assert (changed[is_banned] < -1e8).all()
+            assert changed.isfinite().all()
+            num_banned += int(is_banned.sum())
+    assert num_banned > 20
 
 
 @pytest.mark.gpu

@@ -14,9 +14,13 @@ from hydraspec_kernels.sampling.records import (
     SlotTokens,
     VerifiedBatch,
 )
-from hydraspec_kernels.sampling.rules.reference import constrained_reference, row_places
+from hydraspec_kernels.sampling.rules.reference import (
+    constrained_reference,
+    row_places,
+    without_bans_reference,
+)
 
-__all__ = ["constrained", "row_places"]
+__all__ = ["constrained", "row_places", "without_bans"]
 
 
 def constrained(
@@ -33,3 +37,14 @@ def constrained(
     It reads nothing back and has shapes of its inputs alone: a graph may hold it.
     """
     return constrained_reference(logits, batch, state, rules, flags)
+
+
+def without_bans(
+    logits: Tensor, slots: Tensor, num_known: Tensor, rules: SlotRules, token_ids: Tensor | None
+) -> Tensor:
+    """Draft logits [B, V'] without the tokens that the target can never sample there, in a new
+    tensor of float32 (float64 for float64): bad words of one token, biases of -100 and below, and
+    ends before the least length. slots [B]; num_known [B] tokens before the predicted one, drafts
+    among them; token_ids [V'] are the target's ids of the columns, None: the same.
+    """
+    return without_bans_reference(logits, slots, num_known, rules, token_ids)
