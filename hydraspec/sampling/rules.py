@@ -16,6 +16,10 @@ from torch import Tensor
 from hydraspec.parameters import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_BIASES, MAX_ENDS
 from hydraspec.types import RequestState, SamplingParams, SlotRules, TokenMasks
 
+MAX_DRAFT_BANS = 256  # that a drafter knows of; the verifier knows all
+BANNING_BIAS = -100.0  # OpenAI's API calls it a ban
+ALWAYS = 1 << 40  # more tokens than any text has
+
 
 def has_penalties(sampling: SamplingParams) -> bool:
     """Returns whether logits depend on how often tokens have come."""
@@ -36,6 +40,13 @@ def early_ends(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> list[i
     if not sampling.min_tokens:
         return []
     return sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)})
+
+
+def always_banned(sampling: SamplingParams) -> list[int]:
+    """Tokens that are never sampled, whatever comes before them: bad words of one token, and biases
+    that count as bans."""
+    words = [word[0] for word in sampling.bad_words if len(word) == 1]
+    return words + [token for token, bias in sampling.logit_bias if bias <= BANNING_BIAS]
 
 
 def has_mask(sampling: SamplingParams) -> bool:
@@ -67,6 +78,8 @@ def new_slot_rules(
         num_least=filled(),
         end_ids=filled(MAX_ENDS, value=-1),
         bad_words=filled(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH, value=-1),
+        ban_ids=filled(MAX_DRAFT_BANS),
+        ban_until=filled(MAX_DRAFT_BANS),
         masks=filled(*places, value=-1, dtype=torch.int32),
     )
 
@@ -98,6 +111,10 @@ class RuleWriter:
         ends = early_ends(sampling, self.eos_token_ids)
         _copy(rules.end_ids[slot], _padded(ends, MAX_ENDS, -1))
         _copy(rules.bad_words[slot], _words(sampling.bad_words))
+        bans = {token: ALWAYS for token in always_banned(sampling)}
+        bans = dict.fromkeys(ends, num_prompt + sampling.min_tokens) | bans
+        _copy(rules.ban_ids[slot], _padded([*bans][:MAX_DRAFT_BANS], MAX_DRAFT_BANS, 0))
+        _copy(rules.ban_until[slot], _padded([*bans.values()][:MAX_DRAFT_BANS], MAX_DRAFT_BANS, 0))
         rules.masks[slot].fill_(-1)
 
 

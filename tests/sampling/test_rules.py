@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 
 from hydraspec.adapters.transformers.rules import processors
 from hydraspec.sampling.flags import flags_of
-from hydraspec.sampling.rules import RuleWriter, new_slot_rules
+from hydraspec.sampling.rules import MAX_DRAFT_BANS, RuleWriter, new_slot_rules
 from hydraspec.types import SamplingParams
 
 NUM_CASES = 500
@@ -162,6 +162,16 @@ def test_drafts_lose_what_is_banned_whatever_comes_before(
     assert num_banned > 20
 
 
+def test_drafters_know_so_many_bans() -> None:
+    vocab_size = 2 * MAX_DRAFT_BANS
+    rules = new_slot_rules(2, K, vocab_size, torch.device("cpu"))
+    biases = tuple((token, -100.0) for token in range(vocab_size))
+    RuleWriter(rules, (EOS,)).write(0, SamplingParams(logit_bias=biases), 3)
+    slots, known = torch.tensor([0, 1]), torch.tensor([5, 5])
+    found = without_bans(torch.zeros(2, vocab_size), slots, known, rules, None)
+    assert (found != 0).sum(1).tolist() == [MAX_DRAFT_BANS, 0]
+
+
 @pytest.mark.gpu
 def test_a_device_has_the_rules_of_the_cpu(windows: Callable[..., Any]) -> None:
     """Many rows of the same tokens, which a device adds up in any order."""
@@ -172,3 +182,7 @@ def test_a_device_has_the_rules_of_the_cpu(windows: Callable[..., Any]) -> None:
         expected = constrained(step.logits, step.batch, step.state, step.state.rules, EVERYTHING)
         found = constrained(there.logits, there.batch, there.state, there.state.rules, EVERYTHING)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6, equal_nan=True)
+        known, plain = step.batch.seq_lens, step.logits[: len(step.batch.slots)]
+        expected = without_bans(plain, step.batch.slots, known, step.state.rules, None)
+        device = plain.cuda(), there.batch.slots, known.cuda(), there.state.rules, None
+        assert torch.equal(without_bans(*device).cpu(), expected)

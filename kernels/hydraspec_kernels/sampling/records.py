@@ -59,7 +59,8 @@ class SlotRules:
     """Rules on the logits of each slot's request, which do not change while it runs unless they say
     so. Slots without rules, the last one among them, have values that change nothing.
 
-    Letters beside the module's: M biases, E ending tokens, W bad words of at most C tokens.
+    Letters beside the module's: M biases, E ending tokens, W bad words of at most C tokens, D
+    tokens banned whatever comes before them.
     """
 
     num_prompt: Tensor  # [S] tokens of the prompt
@@ -71,6 +72,10 @@ class SlotRules:
     num_least: Tensor  # [S] tokens of prompt and output before which no ending token is sampled
     end_ids: Tensor  # [S, E], -1 where there is none
     bad_words: Tensor  # [S, W, C], aligned right after -1; -1 alone where there is none
+    # [S, D] tokens that a drafter leaves out while fewer tokens than `ban_until` [S, D] are known,
+    # 0 where there is none: what the rules above ban whatever comes before, as far as D reaches.
+    ban_ids: Tensor
+    ban_until: Tensor
     # [S, K+1, ceil(V / 32)] int32: the tokens that a grammar allows after so many drafts of a step,
     # token 32 i + j as bit j of word i. The one rule that changes from step to step.
     masks: Tensor

@@ -20,7 +20,6 @@ from hydraspec_kernels.sampling.records import (
 )
 
 BAN = -1e9  # added to draft logits: finite, so that a row of banned tokens is a distribution too
-BANNING_BIAS = -100.0  # biases of this and below count as bans; OpenAI's API calls -100 one
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,21 +57,14 @@ def without_bans_reference(
     logits: Tensor, slots: Tensor, num_known: Tensor, rules: SlotRules, token_ids: Tensor | None
 ) -> Tensor:
     """See `rules.without_bans`."""
-    ends = rules.end_ids.index_select(0, slots)
-    is_early = num_known < rules.num_least.index_select(0, slots)
-    before, words = rules.bad_words[..., -2:].index_select(0, slots).unbind(-1)
-    biased = rules.bias_ids.index_select(0, slots)
-    is_low = rules.biases.index_select(0, slots) <= BANNING_BIAS
-    ids = torch.cat((ends, words, biased), 1)
-    is_banned = torch.cat(
-        ((ends >= 0) & is_early.unsqueeze(1), (before < 0) & (words >= 0), is_low), 1
-    )
+    ids = rules.ban_ids.index_select(0, slots)
+    is_banned = num_known.unsqueeze(1) < rules.ban_until.index_select(0, slots)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     bans = is_banned.to(logits.dtype) * BAN
     if token_ids is None:
-        return logits.scatter_add_(1, ids.clamp(min=0), bans)
+        return logits.scatter_add_(1, ids, bans)
     whole = logits.new_zeros(len(logits), 32 * rules.masks.shape[-1])  # at least V
-    whole.scatter_add_(1, ids.clamp(min=0), bans)
+    whole.scatter_add_(1, ids, bans)
     return logits.add_(whole.index_select(1, token_ids))
 
 
