@@ -140,6 +140,19 @@ def test_drafters_of_one_token_at_a_time_propose_nothing_banned(method: str) -> 
     assert not drafted.keys() & {first, second, *ends}
 
 
+def test_drafters_look_for_bans_only_where_some_request_has_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> torch.Tensor:
+        raise AssertionError("bans are applied")
+
+    monkeypatch.setattr(draft_model, "without_bans", refused)
+    engine = engine_of("tiny_qwen3", "eagle3", *FEW_SLOTS)
+    assert drafts_of(engine, SamplingParams(max_tokens=8, presence_penalty=1.5)).total() > 0
+    with pytest.raises(AssertionError, match="bans are applied"):
+        drafts_of(engine, SamplingParams(max_tokens=8, min_tokens=4))
+
+
 TEXT = (  # of a kind that the zoo's drafters draft well
     "Write a function sum_tiles that goes over tiles, adds 5 for each tile above 13 and sums them "
     "up in index."
