@@ -43,8 +43,8 @@ def early_ends(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> list[i
 
 
 def always_banned(sampling: SamplingParams) -> list[int]:
-    """Tokens that are never sampled, whatever comes before them: bad words of one token, and biases
-    that count as bans."""
+    """Tokens that are banned whatever comes before them: bad words of one token, and biases that
+    count as bans, though they leave a token some little probability."""
     words = [word[0] for word in sampling.bad_words if len(word) == 1]
     return words + [token for token, bias in sampling.logit_bias if bias <= BANNING_BIAS]
 

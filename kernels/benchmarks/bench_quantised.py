@@ -1,6 +1,7 @@
 """Products of few rows with quantised matrices at the sizes of Gemma 4 31B, beside their floor.
 
-    python kernels/benchmarks/bench_quantised.py [--rows 1 8 32 64 128] [--only int4]
+    python kernels/benchmarks/bench_quantised.py [--rows 1 8 32 64 128] [--only int4] \
+        [--json out.json]
     python kernels/benchmarks/bench_quantised.py --experts [--rows 1 8 32]    # of 26B-A4B
 
 Weights are rotated out of the L2. Rounding the rows is a kernel of its own, timed apart. The bytes

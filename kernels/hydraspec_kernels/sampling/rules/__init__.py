@@ -42,9 +42,10 @@ def constrained(
 def without_bans(
     logits: Tensor, slots: Tensor, num_known: Tensor, rules: SlotRules, token_ids: Tensor | None
 ) -> Tensor:
-    """Draft logits [B, V'] without the tokens that the target can never sample there, in a new
-    tensor of float32 (float64 for float64): bad words of one token, biases of -100 and below, and
-    ends before the least length. slots [B]; num_known [B] tokens before the predicted one, drafts
-    among them; token_ids [V'] are the target's ids of the columns, None: the same.
+    """Draft logits [B, V'] without the tokens that the target never samples there, or next to
+    never, in a new tensor of float32 (float64 for float64): bad words of one token, biases of -100
+    and below, and ends before the least length. slots [B]; num_known [B] tokens before the
+    predicted one, drafts among them; token_ids [V'] are the target's ids of the columns, None: the
+    same.
     """
     return without_bans_reference(logits, slots, num_known, rules, token_ids)
