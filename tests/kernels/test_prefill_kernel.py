@@ -35,7 +35,7 @@ from sm90 import build
 from triton.experimental.gluon import language as gl
 from hydraspec_kernels.attention.prefill_kernel import LAUNCH, _prefill_kernel as kernel
 
-NUMBERS = "num_rows", "num_requests", "units", "splits", "few", "table_stride"
+NUMBERS = "num_rows", "num_requests", "units", "tiles", "splits", "table_stride"
 found = []
 for heads, group, dim, window, block, is_split, cut in json.loads(sys.argv[1]):
     types = {"out": "*bf16", "partial": "*fp32", "scale": "fp32", "counters": "*i32"}
@@ -46,7 +46,7 @@ for heads, group, dim, window, block, is_split, cut in json.loads(sys.argv[1]):
         types[name] = f"tensordesc<bf16{tile},{layout!r}>"
     fixed = {name.upper(): value for name, value in cut.items()}
     fixed |= {"KV_HEADS": heads, "GROUP": group, "DIM": dim, "WINDOW": window, "PDL": True}
-    fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64, "SPLIT": is_split}
+    fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64, "FEW": is_split, "SPLIT": is_split}
     made = build(kernel, types, fixed, ("out", "partial"), **LAUNCH)
     found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
 print(json.dumps(found))
@@ -134,20 +134,14 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(query.new_empty(query.numel() + 4)[4:].view(query.shape), inputs.plan)
 
 
-def test_splits_fill_half_the_device_or_all_of_it_twice() -> None:
+def test_splits_fill_the_device_without_many_rows() -> None:
     shape = build(case_of("31B full", (5,), (40,))).plan.shape
-
-    def splits(rows: int, requests: int, keys: int) -> tuple[int, int]:
-        return tiling.prefill_splits(shape, rows, requests, keys)
-
-    few = [(16, 16), (4, 4), (2, 2), (1, 1), (1, 1)]
-    assert [splits(6, requests, 1024) for requests in (1, 4, 8, 16, 32)] == few
-    many = [(32, 16), (16, 4), (8, 2), (4, 1), (2, 1)]
-    assert [splits(6, requests, 34560) for requests in (1, 4, 8, 16, 32)] == many
-    assert splits(9, 8, 34560) == (4, 1)  # two tiles of 64 queries each
-    assert splits(tiling.MOST_SPLIT_ROWS + 1, 1, 34560) == (1, 1)
+    found = [tiling.prefill_splits(shape, 6, requests, 1024) for requests in (1, 4, 8, 16, 32)]
+    assert found == [16, 8, 4, 2, 1]
+    assert tiling.prefill_splits(shape, 9, 8, 1024) == 2  # two tiles of 64 queries each
+    assert tiling.prefill_splits(shape, tiling.MOST_SPLIT_ROWS + 1, 1, 1024) == 1
     one_head = replace(shape, num_kv_heads=1, num_heads=16)
-    found = [tiling.prefill_splits(one_head, 4, 1, keys)[0] for keys in (1024, 32768, 131072)]
+    found = [tiling.prefill_splits(one_head, 4, 1, keys) for keys in (1024, 8192, 32768)]
     assert found == [16, 32, 64]
 
 

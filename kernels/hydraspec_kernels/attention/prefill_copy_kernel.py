@@ -14,7 +14,6 @@ from hydraspec_kernels.attention import tiling
 from hydraspec_kernels.runtime.gluon_kernel import load_tile
 
 GROUP_QUERIES = gl.constexpr(tiling.WGMMA_ROWS)
-MANY_TILES = gl.constexpr(tiling.MANY_TILES)
 CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memory
 
 
@@ -27,19 +26,28 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _find_tile(
-    starts, seq_lens, num_rows, num_requests, unit,
-    GROUP: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr,
+    starts, seq_lens, num_rows, num_requests, units, tiles, at,
+    FEW: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """Request and first query of a tile; the request's first row, number of rows, and length.
+    """Request and first query of the tile with the number `at`; the request's first row, number of
+    rows, and length. Request B stands for the rows after the last one.
 
-    Tiles are numbered as in `find_request`; request B stands for the rows after the last one.
+    A program takes its next tile before it knows how long the present one is, so empty tiles among
+    the others leave some programs two while others end. With few rows (FEW) each request has
+    `tiles` tiles, few of them empty. Otherwise tiles are numbered as in `find_request`, from the
+    last one on: the last ones of a request see most keys.
     """
-    b = gl.arange(0, BLOCK_B, gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0]))
-    exists = b <= num_requests
-    first = gl.load(starts + b, mask=exists, other=0).to(gl.int32) * GROUP // M + b
-    mine = (first <= unit) & exists
-    request = gl.sum(mine.to(gl.int32), 0) - 1
-    query = (unit - gl.max(gl.where(mine, first, 0), 0)) * M
+    if FEW:
+        request = gl.minimum(at // tiles, num_requests)
+        query = (at - request * tiles) * M
+    else:
+        unit = units - 1 - at
+        b = gl.arange(0, BLOCK_B, gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0]))
+        exists = b <= num_requests
+        first = gl.load(starts + b, mask=exists, other=0).to(gl.int32) * GROUP // M + b
+        mine = (first <= unit) & exists
+        request = gl.sum(mine.to(gl.int32), 0) - 1
+        query = (unit - gl.max(gl.where(mine, first, 0), 0)) * M
     exists = request < num_requests
     length = gl.load(seq_lens + request, mask=exists, other=0).to(gl.int32)
     start = gl.load(starts + request).to(gl.int32)
@@ -61,13 +69,13 @@ def find_keys(
 
 
 @gluon.jit
-def share_keys(first, limit, split, splits, few, N: gl.constexpr):
+def share_keys(first, limit, split, splits, N: gl.constexpr):
     """First key and end of the keys that a split reads: whole tiles of N, but for the last one.
 
-    There are more than `few` splits only if each of them has MANY_TILES tiles of keys.
+    A tile has more than 16 splits only if each of them has four tiles of keys.
     """
     all_keys = gl.maximum(limit - first, 0)
-    least = gl.minimum(gl.cdiv(all_keys, few), MANY_TILES * N)
+    least = gl.minimum(gl.cdiv(all_keys, 16), 4 * N)
     share = gl.cdiv(gl.maximum(gl.cdiv(all_keys, splits), least), N) * N
     first += split * share
     return first, gl.minimum(limit, first + share)
@@ -137,7 +145,7 @@ def copy_tiles(
     query, cache, block_table, table_stride, seq_lens, starts, counters, work, queries, keys, sizes,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr,
+    WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr, FEW: gl.constexpr,
 ):  # fmt: skip
     """The program of the copying warp, which takes tiles dynamically, so that programs end at about
     the same time.
@@ -147,23 +155,24 @@ def copy_tiles(
     PARTS: gl.constexpr = DIM // WIDTH
     PAGES: gl.constexpr = N // PAGE
     CHUNKS: gl.constexpr = WIDTH // CHUNK
-    num_rows, num_requests, units, splits, few = sizes
+    num_rows, num_requests, units, tiles, splits = sizes
     slot, phase, q_phase, clear_phase, work_phase = 0, 0, 0, 0, 0
     index, programs = gl.program_id(0), gl.num_programs(0)
     each = KV_HEADS * splits  # programs of a tile of rows
     # bound: units * each trips, for the index rises whatever the counter holds
-    while index < units * each:  # the last tiles of a request see most keys: they go first
+    while index < units * each:
         following = gl.maximum(programs + gl.atomic_add(counters, 1), index + 1)
         kv_head, split = index % KV_HEADS, index // KV_HEADS % splits
         request, q_at, start, rows, length = _find_tile(
-            starts, seq_lens, num_rows, num_requests, units - 1 - index // each, GROUP, M, BLOCK_B
-        )
+            starts, seq_lens, num_rows, num_requests, units, tiles, index // each,
+            FEW, GROUP, M, BLOCK_B,
+        )  # fmt: skip
         first, limit = 0, 0
         if q_at // GROUP < rows:
             _announce(work, work_phase, kv_head, q_at, start, rows, length, split)
             work_phase ^= 1
             first, limit = find_keys(length, rows, q_at, M, GROUP, WINDOW, PAGE)
-            first, limit = share_keys(first, limit, split, splits, few, N)
+            first, limit = share_keys(first, limit, split, splits, N)
         kept = gl.maximum(length - rows - WINDOW + 1, 0) if WINDOW else 0
         table = block_table + request.to(gl.int64) * table_stride
         pages = _find_pages(table, first, limit, BLOCK_SIZE, PAGE, PAGES)

@@ -41,6 +41,7 @@ from hydraspec_kernels.attention.tiling import (
     WGMMA_ROWS,
     prefill_splits,
     prefill_tiling,
+    tiles_of_few,
 )
 from hydraspec_kernels.runtime.gluon_kernel import start_next, view_tiles, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
@@ -109,7 +110,7 @@ def _query_at(f, start, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, partial, work, queries, keys, scale, num_rows, splits, few, WHICH: gl.constexpr,
+    out, partial, work, queries, keys, scale, num_rows, splits, WHICH: gl.constexpr,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -134,7 +135,7 @@ def _multiply(
         q_at = tile_at + Q * GROUP_QUERIES
         _, own_limit = find_keys(length, rows, q_at, GROUP_QUERIES, GROUP, WINDOW, PAGE)
         if SPLIT:
-            first, limit = share_keys(first, limit, split, splits, few, N)
+            first, limit = share_keys(first, limit, split, splits, N)
             own_limit = gl.minimum(own_limit, limit)
         oldest = length - rows + q_at // GROUP
         position = length - rows + (q_at + gl.arange(0, GROUP_QUERIES, BY_SCORE)) // GROUP
@@ -205,7 +206,10 @@ def _multiply(
         work_phase ^= 1
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_requests", "units", "splits", "few", "table_stride"])
+SIZES = "num_rows", "num_requests", "units", "tiles", "splits", "table_stride"
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def _prefill_kernel(
     # [T, Hq * H]
     out,
@@ -224,14 +228,16 @@ def _prefill_kernel(
     starts,
     # [2] zeros: tiles taken after each program's first, programs that have ended
     counters,
-    num_rows, num_requests, units,
+    num_rows, num_requests,
+    units,  # tiles of all requests
+    tiles,  # of each, with few rows
     splits,  # S
-    few,  # of them where keys are few
     table_stride,
     scale,  # times log2(e)
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr,
+    FEW: gl.constexpr,  # rows of every request
     SPLIT: gl.constexpr,  # S > 1
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -263,20 +269,20 @@ def _prefill_kernel(
     fence_async_shared()
     wait_for_inputs(PDL)
     work, queries, keys = (tile, announced, received), (qs, q_filled, q_free), (ring, filled, free)
-    sizes = (num_rows, num_requests, units, splits, few)
+    sizes = (num_rows, num_requests, units, tiles, splits)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    out, partial, work, queries, keys, scale, num_rows, splits, few, 0,
+                    out, partial, work, queries, keys, scale, num_rows, splits, 0,
                     KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS, SPLIT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    out, partial, work, queries, keys, scale, num_rows, splits, few, 1,
+                    out, partial, work, queries, keys, scale, num_rows, splits, 1,
                     KV_HEADS, GROUP, DIM, WINDOW, PAGE, M, N, WIDTH, SLOTS, SPLIT,
                 ),
             ),
@@ -285,7 +291,7 @@ def _prefill_kernel(
                 (
                     query, cache, block_table, table_stride, seq_lens, starts, counters, work,
                     queries, keys, sizes, KV_HEADS, GROUP, DIM, WINDOW, BLOCK_SIZE, PAGE, M, N,
-                    WIDTH, SLOTS, BLOCK_B,
+                    WIDTH, SLOTS, BLOCK_B, FEW,
                 ),
             ),
         ],
@@ -308,13 +314,16 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
     q_tile, page = [WGMMA_ROWS // group, group, CHUNK.value], [cut.page, CHUNK.value]
     q_layout = gl.NVMMASharedLayout.get_default_for(q_tile, element)
     layout = gl.NVMMASharedLayout.get_default_for(page, element)
-    units = num_rows * group // cut.m + num_requests + 1
-    splits, few = prefill_splits(
+    tiles = tiles_of_few(shape, plan.max_rows)
+    splits = prefill_splits(
         shape,
         plan.max_rows,
         plan.num_busy or num_requests,
         plan.block_table.shape[1] * shape.block_size,
     )
+    units = num_requests * max(1, tiles)
+    if splits == 1:  # else the sum is where rows after the last request become zeros
+        units += num_rows * group // cut.m + 1
     partial = out
     if splits > 1:
         size = num_rows * shape.num_heads * splits * (shape.head_dim + 2)
@@ -328,7 +337,7 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
         plan.seq_lens,
         plan.query_start_loc,
         zero_counters(query.device),
-        *(num_rows, num_requests, units, splits, few, plan.block_table.stride(0)),
+        *(num_rows, num_requests, units, tiles, splits, plan.block_table.stride(0)),
         shape.scale * math.log2(math.e),
         KV_HEADS=shape.num_kv_heads,
         GROUP=group,
@@ -340,7 +349,8 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
         N=cut.n,
         WIDTH=cut.width,
         SLOTS=cut.slots,
-        BLOCK_B=max(64, triton.next_power_of_2(num_requests + 1)),
+        BLOCK_B=64 if tiles else max(64, triton.next_power_of_2(num_requests + 1)),
+        FEW=tiles > 0,
         SPLIT=splits > 1,
         **LAUNCH,
         **dependent_launch(query),

@@ -21,9 +21,8 @@ from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_ho
 FULL_DEVICE = NUM_SMS
 MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 # Of the fused and the prefill kernel, where sequences are long: each split then has four times the
-# least number of keys, or MANY_TILES tiles.
+# least number of keys.
 MAX_LONG_SPLITS = 64
-MANY_TILES = 16  # of keys, of a split of the prefill kernel where there are many
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
@@ -275,22 +274,21 @@ def prefill_tiling(shape: GroupShape) -> PrefillTiling:
     return PrefillTiling(m, n, min(shape.head_dim, 256), min(shape.block_size, n))
 
 
-def prefill_splits(
-    shape: GroupShape, max_rows: int, num_requests: int, max_keys: int
-) -> tuple[int, int]:
-    """Numbers of splits of a tile's keys in the prefill kernel: for sequences of up to max_keys
-    keys, and for short ones; 1 with many rows per request.
-
-    Measured on one H200 with heads of 512 and up to 32,768 keys: programs for half of the device
-    read as fast as those for all of it, unless twice as many have MANY_TILES tiles each.
-    """
+def tiles_of_few(shape: GroupShape, max_rows: int) -> int:
+    """Tiles of queries of a request in the prefill kernel where all have few rows; 0 with many."""
     if max_rows > MOST_SPLIT_ROWS:
-        return 1, 1
-    cut = prefill_tiling(shape)
-    programs = num_requests * shape.num_kv_heads * -(-queries_of(shape, max_rows) // cut.m)
-    few = _splits(2 * programs, MAX_SPLITS)
-    most = max(few, min(MAX_LONG_SPLITS, max_keys // (MANY_TILES * cut.n)))
-    return max(few, min(_splits(programs, most) * 2, 1 << (most.bit_length() - 1))), few
+        return 0
+    return -(-queries_of(shape, max_rows) // prefill_tiling(shape).m)
+
+
+def prefill_splits(shape: GroupShape, max_rows: int, num_requests: int, max_keys: int) -> int:
+    """Number of splits of a tile's keys in the prefill kernel, for sequences of up to max_keys
+    keys; 1 with many rows per request."""
+    tiles = tiles_of_few(shape, max_rows)
+    if not tiles:
+        return 1
+    most = max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (4 * prefill_tiling(shape).n)))
+    return _splits(num_requests * shape.num_kv_heads * tiles, most)
 
 
 def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
