@@ -180,6 +180,8 @@ class Linear(Weights):
         rounding: of the map that reads it, if it is to be rounded here (`rounding_before`).
         """
         if self.slab is not None:
+            if self.bias is None and (y := self.slab.gated(x, activation)) is not None:
+                return y
             both = self.forward(x)
             fuses = rounding is not None and rounding.kind == "group"
             if rounding is not None and fuses and both.shape[0] <= MOST_ROWS:

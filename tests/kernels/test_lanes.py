@@ -13,17 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_apart import SHARED_BYTES, compiled
+from hydraspec_kernels.activation import Activation
+from hydraspec_kernels.activation.reference import gated_activation_reference
 from hydraspec_kernels.quantised import (
     MOST_ROWS,
     QuantisedMatrix,
     Rounding,
+    gated_quantised_linear,
     prepared,
     quantised_linear,
     quantised_partials,
     unpacked,
 )
 from hydraspec_kernels.quantised.lanes import can_be_in_lanes, in_file_order, in_lanes
-from hydraspec_kernels.quantised.plan import PACKED_ROWS, PackedTiles, tiles_for
+from hydraspec_kernels.quantised.plan import PACKED_ROWS, PackedTiles, gated_tiles, tiles_for
 from hydraspec_kernels.quantised.reference import (
     integers,
     quantised_linear_reference,
@@ -49,14 +52,15 @@ from triton.experimental.gluon import language as gl
 from hydraspec_kernels.quantised.packed_kernel import MOST_REGISTERS, _packed_kernel as kernel
 
 found = []
-for m, rows, groups, units, stages, registers, partials in json.loads(sys.argv[1]):
+for m, rows, groups, units, stages, registers, end in json.loads(sys.argv[1]):
     of_x = gl.NVMMASharedLayout.get_default_for([m, 128], gl.bfloat16)
     of_words = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
     types, fixed = weights("w", rows, f"i32[{{}}, 32],{of_words!r}")
-    types |= {"out": "*fp32" if partials else "*bf16", "scales": "*bf16"}
-    types |= dict.fromkeys(("M", "N", "K", "units_of_scales"), "i32")
+    of_scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+    types |= weights("s", rows, f"bf16[{{}}, 8],{of_scales!r}")[0]
+    types |= {"out": "*bf16"} | dict.fromkeys(("M", "N", "K", "rows_of_scales"), "i32")
     types["x"] = f"tensordesc<bf16[{m}, 128],{of_x!r}>"
-    fixed |= {"BM": m, "GROUPS": groups, "UNITS": units, "STAGES": stages, "PDL": True}
+    fixed |= {"BM": m, "GROUPS": groups, "UNITS": units, "STAGES": stages, "PDL": True, "END": end}
     fixed["GROUP_REGISTERS"] = registers or MOST_REGISTERS[groups]
     made = build(kernel, types, fixed, ("out", "N", "K"), num_warps=4, maxnreg=registers)
     ptx = made.asm["ptx"]
@@ -131,14 +135,17 @@ def test_ranges_of_k_do_not_depend_on_the_number_of_rows() -> None:
 
 def test_planned_kernels_compile_and_fit(tmp_path: Path) -> None:
     matrix = in_lanes(matrix_of(1, 5376, 32))
-    tiles = tiles_for(1, replace(matrix, data=matrix.data.expand(43008, -1)))
-    assert isinstance(tiles, PackedTiles)
-    assert sum(tiles.rows) in PACKED_ROWS
-    sizes = tiles.m, tiles.rows, tiles.groups, tiles.units, tiles.stages, tiles.registers
-    ((shared, products, unpacks),) = compiled(COMPILE, [[*sizes, False]], tmp_path)
-    assert shared <= SHARED_BYTES
-    assert products > 0
-    assert unpacks > 0
+    matrix = replace(matrix, data=matrix.data.expand(43008, -1))
+    sizes = []
+    for tiles, end in ((tiles_for(1, matrix), "none"), (gated_tiles(1, matrix), "gelu_tanh")):
+        assert isinstance(tiles, PackedTiles)
+        assert sum(tiles.rows) in PACKED_ROWS
+        chosen = tiles.m, tiles.rows, tiles.groups, tiles.units, tiles.stages, tiles.registers
+        sizes.append([*chosen, end])
+    for shared, products, unpacks in compiled(COMPILE, sizes, tmp_path):
+        assert shared <= SHARED_BYTES
+        assert products > 0
+        assert unpacks > 0
 
 
 @pytest.mark.gpu
@@ -165,6 +172,31 @@ def test_products_are_the_reference_s(
     for reference, most in ((wanted, 0.01), (wanted_rounded, 1e-4 if whole.dim() == 3 else 0.005)):
         error = (total - reference).abs().amax(1) / reference.abs().amax(1)
         assert error.max() < most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize(("n", "k"), [(43008, 5376), (18000, 768), (1040, 2560)])
+def test_an_activation_at_the_end(
+    n: int, k: int, activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of unrounded products, and a row's output does not depend on the rows beside."""
+    poison(monkeypatch)
+    matrix = matrix_of(n, k, 32, "cuda")
+    draw = torch.Generator().manual_seed(k)
+    x = torch.randn(MOST_ROWS + 1, k, generator=draw).to("cuda", torch.bfloat16)
+    products = x[:MOST_ROWS].float() @ unpacked_reference(matrix, torch.bfloat16).float().t()
+    wanted = gated_activation_reference(products, activation)
+    matrix = prepared(matrix, torch.bfloat16)
+    assert gated_quantised_linear(x, matrix, activation) is None, "more rows than a kernel takes"
+    whole = gated_quantised_linear(x[:MOST_ROWS], matrix, activation)
+    assert whole is not None
+    assert whole.shape == wanted.shape
+    for count in (1, 2, 8, 9, 17, 33, 64, 65):
+        found = gated_quantised_linear(x[:count], matrix, activation)
+        assert found is not None
+        assert torch.equal(found, whole[:count]), count
+    assert ((whole - wanted).abs() / wanted.abs().amax(1, keepdim=True)).max() < 0.005
 
 
 @pytest.mark.gpu

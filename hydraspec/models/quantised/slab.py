@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from hydraspec_kernels.activation import Activation
 from hydraspec_kernels.quantised import (
     E4M3,
     QuantisedMatrix,
     RoundedRows,
     Rounding,
+    gated_quantised_linear,
     prepared,
     quantised_linear,
     quantised_partials,
@@ -180,6 +182,15 @@ class Slab:
         assert matrix is not None, "the weights are not filled yet"
         return quantised_partials(x, matrix, self._maxima(x, matrix))
 
+    def gated(self, x: Tensor | RoundedRows, activation: Activation) -> Tensor | None:
+        """Product act(gate(x)) * up(x) [T, n / 2] for x [T, k], for a slab of gate and up; None: no
+        kernel computes it at once."""
+        piece = self.pieces[0]
+        if len(self.pieces) > 1 or isinstance(piece, Plain) or isinstance(x, RoundedRows):
+            return None
+        assert piece.matrix is not None, "the weights are not filled yet"
+        return gated_quantised_linear(x, piece.matrix, activation)
+
     def _maxima(self, x: Tensor | RoundedRows, matrix: QuantisedMatrix) -> Tensor | None:
         """Largest magnitudes of whole rows, where x [T, k] are parts and each row has its scale."""
         if isinstance(x, Tensor) and self.inputs.is_part and matrix.rounding.kind == "token":
@@ -213,7 +224,9 @@ class Slab:
                 if kind is E4M3:  # a type that few operators take
                     data = data.view(torch.uint8)
                 data = at(piece, data).view(kind)
-                scales = matrix.scales if matrix.rows > 1 else at(piece, matrix.scales)
+                scales = matrix.scales
+                if matrix.rows == 1:
+                    scales = at(piece, scales.movedim(-2, 0)).movedim(0, -2).contiguous()
                 matrix = replace(matrix, data=data, scales=scales)
                 pieces.append(replace(piece, data=data, matrix=matrix))
         return replace(self, pieces=pieces)

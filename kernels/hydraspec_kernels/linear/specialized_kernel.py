@@ -34,14 +34,14 @@ COPY_REGISTERS = gl.constexpr(40)  # of a thread of the copying warp
 
 
 @gluon.jit
-def _logistic(v):
+def logistic(v):
     return 1 / (1 + gl.exp(gl.minimum(-v, 80.0)))  # e^80 is finite, and large enough
 
 
 @gluon.jit
-def _gelu_tanh(v):
+def gelu_tanh(v):
     """GELU in its tanh form: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
-    return v * _logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
+    return v * logistic(1.5957691216057308 * (v + 0.044715 * v * v * v))
 
 
 @gluon.jit
@@ -139,11 +139,11 @@ def _finish(
         if GATES:
             up += gl.load(bias + N + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
     if END == "gelu_tanh":
-        y = _gelu_tanh(y) * up
+        y = gelu_tanh(y) * up
     elif END == "silu":
-        y = y * _logistic(y) * up
+        y = y * logistic(y) * up
     elif END == "softcap":
-        y = softcap * (2 * _logistic(2 * y / softcap) - 1)
+        y = softcap * (2 * logistic(2 * y / softcap) - 1)
     store_sums(out, y, n0, m0, M, N, R, BM)
 
 

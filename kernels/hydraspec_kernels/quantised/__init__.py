@@ -10,6 +10,7 @@ CPU by the reference.
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from hydraspec_kernels.quantised.lanes import prepared
 from hydraspec_kernels.quantised.plan import (
     MOST_ROWS,
     SpecializedTiles,
+    gated_tiles,
     is_specialized,
     tiles_for,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "QuantisedMatrix",
     "RoundedRows",
     "Rounding",
+    "gated_quantised_linear",
     "integers",
     "prepared",
     "quantised_linear",
@@ -112,6 +115,18 @@ def quantised_partials(
         if tiles := tiles_for(x.shape[0], matrix, partials=True):
             return launch(x, matrix, maxima, tiles)
     return quantised_linear(x, matrix, maxima)
+
+
+def gated_quantised_linear(
+    x: Tensor, matrix: QuantisedMatrix, activation: Literal["gelu_tanh", "silu"]
+) -> Tensor | None:
+    """Product act(gate(x)) * up(x) [T, N / 2] of rows x [T, K] with a matrix of the rows of gate
+    and up, in one kernel; None: there is none for these."""
+    if not runs_kernels(x) or not (tiles := gated_tiles(x.shape[0], matrix)):
+        return None
+    from hydraspec_kernels.quantised.packed_kernel import packed_product  # Gluon
+
+    return packed_product(x, matrix, tiles, activation)
 
 
 def _product_of_rounded(x: RoundedRows, matrix: QuantisedMatrix, *, partials: bool) -> Tensor:

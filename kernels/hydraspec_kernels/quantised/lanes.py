@@ -3,7 +3,7 @@
 In each 256 columns the eight integers of a word are those that one lane of a warp multiplies, so
 that it reads four words at once and moves none: integer i + 4 h of word 8 c + 4 f + w belongs to
 column 128 f + 32 w + 8 i + 2 c + h (f, h 0 or 1; w, i, c 0 to 3). Scales of 32 columns each are
-bfloat16, times 2^100, and end with zeros up to whole 512 columns.
+bfloat16 [K / 256, N, 8], times 2^100: those that are used together are next to each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydraspec_kernels.runtime.launch import is_hopper
 
 COLUMNS = 256  # in which words are reordered
 SCALED = 32  # columns of a scale
-RANGE = 512  # columns, to which scales are padded and where ranges of K begin
+RANGE = 512  # columns: where ranges of K begin
 EXPONENT = 100  # of the power of two in the scales
 _FROM_FILE = (0, 1, 5, 2, 3, 6, 4)  # [n, u, f, w, i, c, h] as [n, u, c, f, w, h, i]
 _TO_FILE = (0, 1, 3, 4, 6, 2, 5)
@@ -56,17 +56,16 @@ def in_lanes(matrix: QuantisedMatrix) -> QuantisedMatrix:
     for some in matrix.data.split(_ROWS):
         some.copy_(_permuted(some, (2, 4, 4, 4, 2), _FROM_FILE))
     groups = matrix.width // SCALED
-    per_row = matrix.scales.repeat_interleave(groups // matrix.scales.shape[1], 1)
-    padded = -(-matrix.width // RANGE) * RANGE // SCALED
-    scales = per_row.new_zeros(per_row.shape[0], padded, dtype=torch.bfloat16)
-    scales[:, :groups] = per_row * 2.0**EXPONENT
+    by_row = matrix.scales.repeat_interleave(groups // matrix.scales.shape[1], 1)
+    by_unit = (by_row * 2.0**EXPONENT).bfloat16().unflatten(1, (-1, COLUMNS // SCALED))
+    scales = by_unit.transpose(0, 1).contiguous()
     return replace(matrix, scales=scales, columns=SCALED, lanes=True)
 
 
 def in_file_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """A copy of a matrix in lanes, as `in_lanes` has met it, with a scale for each 32 columns."""
     data = _permuted(matrix.data, (4, 2, 4, 2, 4), _TO_FILE)
-    scales = matrix.scales[..., : matrix.width // SCALED].float() * 2.0**-EXPONENT
+    scales = matrix.scales.transpose(0, 1).flatten(1).float() * 2.0**-EXPONENT
     return replace(matrix, data=data, scales=scales, lanes=False)
 
 

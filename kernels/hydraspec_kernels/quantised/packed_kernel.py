@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS
+from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS, gelu_tanh, logistic
 from hydraspec_kernels.quantised import lanes
 from hydraspec_kernels.quantised.plan import PackedTiles
 from hydraspec_kernels.quantised.records import QuantisedMatrix
@@ -31,7 +31,7 @@ from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 ROWS = gl.constexpr(64)  # of the matrix, which four warps multiply at once
 UNIT = gl.constexpr(lanes.COLUMNS)  # columns
 WORDS = gl.constexpr(lanes.COLUMNS // 8)
-SCALES = gl.constexpr(lanes.COLUMNS // lanes.SCALED)
+SCALES = gl.constexpr(lanes.COLUMNS // lanes.SCALED)  # of a unit
 UNITS_OF_RANGE = gl.constexpr(lanes.RANGE // lanes.COLUMNS)
 HALF = gl.constexpr(128)  # columns whose numbers are multiplied at once
 # Of a thread, by groups: with 168 the third waits for those of the other two (16 rows, one H200:
@@ -96,14 +96,14 @@ def _numbers(words, scales, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    memory, place,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, BM: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr,
+def _sums(
+    memory, slot, phase, steps,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BM: gl.constexpr, UNITS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The program of four multiplying warps, which have R rows of the matrix of each tile."""
-    xs, ws, filled, free = memory
-    out, scales, m0, M, N, units_of_scales, low, steps, tiles = place
+    """Sums [64, BM], times 2^-33, of four warps' rows of the next tile over `steps` steps; the next
+    slot and its phase."""
+    xs, ws, ss, filled, free = memory
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -114,75 +114,90 @@ def _multiply(
         shape=[64, 32],
     )
     OF_SCALES: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
-            if UNITS == 2
-            else [[0, 1], [0, 2], [0, 4], [8, 0]]
-        ),
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
         lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, SCALES * UNITS],
+        shape=[64, 8],
     )
-    of_step = gl.arange(0, SCALES * UNITS, gl.SliceLayout(0, OF_SCALES))[None, :]
+    y = gl.zeros((ROWS, BM), gl.float32, SUMS)
+    for _ in range(steps):
+        mbarrier.wait(filled.index(slot), phase)
+        for unit in gl.static_range(UNITS):
+            mine = (slot * UNITS + unit) * GROUPS + GROUP
+            scales = ss.index(mine).load(OF_SCALES)
+            s0, s1 = gl.split(scales.reshape([64, 2, 4]).permute([0, 2, 1]))
+            words = ws.index(mine).load(OF_WORDS)
+            w0, w1 = gl.split(words.reshape([64, 4, 2, 4]).permute([0, 1, 3, 2]))
+            if unit:
+                y = warpgroup_mma_wait(0, deps=(y,))
+            half = (slot * UNITS + unit) * 2
+            y = warpgroup_mma(
+                _numbers(w0, s0, OPERAND), xs.index(half).permute((1, 0)), y, is_async=True
+            )
+            y = warpgroup_mma(
+                _numbers(w1, s1, OPERAND), xs.index(half + 1).permute((1, 0)), y, is_async=True
+            )
+        y = warpgroup_mma_wait(0, deps=(y,))
+        mbarrier.arrive(free.index(slot), count=1)
+        slot += 1
+        phase = gl.where(slot == STAGES, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES, 0, slot)
+    return y, slot, phase
+
+
+@gluon.jit
+def _multiply(
+    memory, place,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, BM: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr,
+):  # fmt: skip
+    """The program of four multiplying warps, which have R rows of the matrix of each tile: of its
+    upper and of its lower half, if END is an activation."""
+    out, m0, M, N, steps, tiles = place
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        y, slot, phase = _sums(memory, slot, phase, steps, GROUP, GROUPS, BM, UNITS, STAGES)
+        y *= RESCALE
+        if END != "none":
+            up, slot, phase = _sums(memory, slot, phase, steps, GROUP, GROUPS, BM, UNITS, STAGES)
+            y = gelu_tanh(y) if END == "gelu_tanh" else y * logistic(y)
+            y *= up * RESCALE
+        SUMS: gl.constexpr = y.type.layout
         n = (tile * GROUPS + GROUP) * R
-        row = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCALES)), N - 1)
-        at = scales + row.to(gl.int64)[:, None] * (units_of_scales * SCALES) + of_step
-        at = gl.multiple_of(at, [16, 16])  # bytes: 16 a load
-        y = gl.zeros((ROWS, BM), gl.float32, SUMS)
-        ahead = gl.load(at + low * (SCALES * UNITS))
-        for i in range(steps):
-            here = ahead
-            ahead = gl.load(at + (low + gl.minimum(i + 1, steps - 1)) * (SCALES * UNITS))
-            mbarrier.wait(filled.index(slot), phase)
-            for unit in gl.static_range(UNITS):
-                of_unit = here
-                if UNITS == 2:
-                    s0, s1 = gl.split(here.reshape([64, 2, SCALES]).permute([0, 2, 1]))
-                    of_unit = s1 if unit else s0
-                s0, s1 = gl.split(of_unit.reshape([64, 2, 4]).permute([0, 2, 1]))
-                words = ws.index((slot * UNITS + unit) * GROUPS + GROUP).load(OF_WORDS)
-                w0, w1 = gl.split(words.reshape([64, 4, 2, 4]).permute([0, 1, 3, 2]))
-                if unit:
-                    y = warpgroup_mma_wait(0, deps=(y,))
-                half = (slot * UNITS + unit) * 2
-                y = warpgroup_mma(
-                    _numbers(w0, s0, OPERAND), xs.index(half).permute((1, 0)), y, is_async=True
-                )
-                y = warpgroup_mma(
-                    _numbers(w1, s1, OPERAND), xs.index(half + 1).permute((1, 0)), y, is_async=True
-                )
-            y = warpgroup_mma_wait(0, deps=(y,))
-            mbarrier.arrive(free.index(slot), count=1)
-            slot += 1
-            phase = gl.where(slot == STAGES, phase ^ 1, phase)
-            slot = gl.where(slot == STAGES, 0, slot)
         of_tile = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         m = m0 + gl.arange(0, BM, gl.SliceLayout(0, SUMS))
         to = (gl.program_id(1).to(gl.int64) * M + m)[None, :] * N + (n + of_tile)[:, None]
         real = ((of_tile < R) & (n + of_tile < N))[:, None] & (m < M)[None, :]
-        gl.store(out + to, (y * RESCALE).to(out.dtype.element_ty), mask=real)
+        gl.store(out + to, y.to(out.dtype.element_ty), mask=real)
 
 
 @gluon.jit
 def _copy_words(
-    w0, w1, w2, ws, slot, filled, n, step,
+    words, scales, memory, slot, filled, n, step, rows_of_scales,
     GROUPS: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Starts copying the words of a step of all groups' rows, from row n on, into a slot."""
+    """Starts copying the words and scales of a step of all groups' rows, from row n on, into a
+    slot."""
+    _, ws, ss, _, _ = memory
+    w0, w1, w2 = words
+    s0, s1, s2 = scales
     for unit in gl.static_range(UNITS):
-        k = (step * UNITS + unit) * WORDS
+        k = step * UNITS + unit
         for group in gl.static_range(GROUPS):
             row = n + group * (R0 + R1 + R2)
+            first = k * rows_of_scales + row
             to = ws.index((slot * UNITS + unit) * GROUPS + group)
-            load_tile(w0, [row, k], filled, to.slice(0, R0))
+            beside = ss.index((slot * UNITS + unit) * GROUPS + group)
+            load_tile(w0, [row, k * WORDS], filled, to.slice(0, R0))
+            load_tile(s0, [first, 0], filled, beside.slice(0, R0))
             if R1:
-                load_tile(w1, [row + R0, k], filled, to.slice(R0, R1))
+                load_tile(w1, [row + R0, k * WORDS], filled, to.slice(R0, R1))
+                load_tile(s1, [first + R0, 0], filled, beside.slice(R0, R1))
             if R2:
-                load_tile(w2, [row + R0 + R1, k], filled, to.slice(R0 + R1, R2))
+                load_tile(w2, [row + R0 + R1, k * WORDS], filled, to.slice(R0 + R1, R2))
+                load_tile(s2, [first + R0 + R1, 0], filled, beside.slice(R0 + R1, R2))
 
 
 @gluon.jit
@@ -194,35 +209,49 @@ def _copy_x(x, xs, slot, filled, m, step, UNITS: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    x, w0, w1, w2, memory, m, low, steps, tiles,
+    copied, memory, place,
     GROUPS: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BM: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The program of the copying warp: copies all steps of all tiles, as slots become free."""
-    xs, ws, filled, free = memory
+    x, words, scales = copied
+    m, N, rows_of_scales, low, steps, tiles = place
+    xs, _, _, filled, free = memory
     TILE: gl.constexpr = GROUPS * (R0 + R1 + R2)
-    BYTES: gl.constexpr = UNITS * (TILE * WORDS * 4 + BM * UNIT * 2)
+    BYTES: gl.constexpr = UNITS * (TILE * (WORDS * 4 + SCALES * 2) + BM * UNIT * 2)
     program, programs = gl.program_id(0), gl.num_programs(0)
-    total = gl.cdiv(tiles - program, programs) * steps
+    total = gl.cdiv(tiles - program, programs) * HALVES * steps
     first = gl.minimum(total, STAGES)
     for i in range(first):
-        n, at = (program + i // steps * programs) * TILE, filled.index(i)
+        n, at = _row_of(i // steps, N, TILE, HALVES), filled.index(i)
         mbarrier.expect(at, BYTES)
-        _copy_words(w0, w1, w2, ws, i, at, n, low + i % steps, GROUPS, R0, R1, R2, UNITS)
+        _copy_words(
+            words, scales, memory, i, at, n, low + i % steps, rows_of_scales,
+            GROUPS, R0, R1, R2, UNITS,
+        )  # fmt: skip
     wait_for_inputs(PDL)
     for i in range(first):
         _copy_x(x, xs, i, filled.index(i), m, low + i % steps, UNITS)
     slot = 0
     phase = 0
     for i in range(first, total):
-        n, step, at = (program + i // steps * programs) * TILE, low + i % steps, filled.index(slot)
+        n, step, at = _row_of(i // steps, N, TILE, HALVES), low + i % steps, filled.index(slot)
         mbarrier.wait(free.index(slot), phase)
         mbarrier.expect(at, BYTES)
-        _copy_words(w0, w1, w2, ws, slot, at, n, step, GROUPS, R0, R1, R2, UNITS)
+        _copy_words(
+            words, scales, memory, slot, at, n, step, rows_of_scales, GROUPS, R0, R1, R2, UNITS
+        )
         _copy_x(x, xs, slot, at, m, step, UNITS)
         slot += 1
         phase = gl.where(slot == STAGES, phase ^ 1, phase)
         slot = gl.where(slot == STAGES, 0, slot)
+
+
+@gluon.jit
+def _row_of(turn, N, TILE: gl.constexpr, HALVES: gl.constexpr):
+    """The matrix's first row of this program's tile of a turn; its halves of N rows take turns."""
+    tile = gl.program_id(0) + turn // HALVES * gl.num_programs(0)
+    return turn % HALVES * N + tile * TILE
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -231,18 +260,22 @@ def _packed_kernel(
     out,
     # [M, K] bfloat16 in tiles [BM, 128]
     x,
-    # [N, K / 8] int32 in tiles [R0, 32], [R1, 32] and [R2, 32]
+    # [N, K / 8] int32 in tiles [R0, 32], [R1, 32] and [R2, 32]; 2 N rows if END is an activation
     w0,
     w1,
     w2,
-    # [N, K / 32 and more] bfloat16
-    scales,
-    M, N, K, units_of_scales,
+    # [K / 256 times rows_of_scales, 8] bfloat16 in tiles [R0, 8], [R1, 8] and [R2, 8]
+    s0,
+    s1,
+    s2,
+    M, N, K, rows_of_scales,
     BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, GROUP_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
+    HALVES: gl.constexpr = 1 if END == "none" else 2
     split, splits = gl.program_id(1), gl.num_programs(1)
     ranges = gl.cdiv(K, UNITS_OF_RANGE * UNIT)
     low = split * ranges // splits * (UNITS_OF_RANGE // UNITS)
@@ -251,71 +284,77 @@ def _packed_kernel(
     tiles, m = gl.cdiv(N, GROUPS * R), gl.program_id(2) * BM
     xs = gl.allocate_shared_memory(x.dtype, [STAGES * 2 * UNITS, BM, HALF], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS * GROUPS, ROWS, WORDS], w0.layout)
+    ss = gl.allocate_shared_memory(gl.bfloat16, [STAGES * UNITS * GROUPS, ROWS, SCALES], s0.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
     fence_async_shared()
-    memory = (xs, ws, filled, free)
-    place = (out, scales, m, M, N, units_of_scales, low, steps, tiles)
+    memory = (xs, ws, ss, filled, free)
+    place = (out, m, M, N, steps, tiles)
+    copied = (x, (w0, w1, w2), (s0, s1, s2))
+    copies = (m, N, rows_of_scales, low, steps, tiles)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (memory, place, 0, GROUPS, R, BM, UNITS, STAGES)),
-                (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES)),
+                (_multiply, (memory, place, 0, GROUPS, R, BM, UNITS, STAGES, END)),
+                (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES, END)),
                 (
                     _copy,
-                    (
-                        x, w0, w1, w2, memory, m, low, steps, tiles,
-                        GROUPS, R0, R1, R2, BM, UNITS, STAGES, PDL,
-                    ),
+                    (copied, memory, copies, GROUPS, R0, R1, R2, BM, UNITS, STAGES, HALVES, PDL),
                 ),
             ],
             [4, 1],
             [GROUP_REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (memory, place, 0, GROUPS, R, BM, UNITS, STAGES)),
-                (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES)),
-                (_multiply, (memory, place, 2, GROUPS, R, BM, UNITS, STAGES)),
+                (_multiply, (memory, place, 0, GROUPS, R, BM, UNITS, STAGES, END)),
+                (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES, END)),
+                (_multiply, (memory, place, 2, GROUPS, R, BM, UNITS, STAGES, END)),
                 (
                     _copy,
-                    (
-                        x, w0, w1, w2, memory, m, low, steps, tiles,
-                        GROUPS, R0, R1, R2, BM, UNITS, STAGES, PDL,
-                    ),
+                    (copied, memory, copies, GROUPS, R0, R1, R2, BM, UNITS, STAGES, HALVES, PDL),
                 ),
             ],
             [4, 4, 1],
             [GROUP_REGISTERS, GROUP_REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
+        )
 
 
-def packed_product(x: Tensor, matrix: QuantisedMatrix, tiles: PackedTiles) -> Tensor:
+def packed_product(
+    x: Tensor, matrix: QuantisedMatrix, tiles: PackedTiles, end: str = "none"
+) -> Tensor:
     """Product [T, N] of rows x [T, K] in bfloat16 with a matrix in lanes, or partial sums [S, T, N]
-    in float32 where the tiles split K."""
+    in float32 where the tiles split K. end: an activation of the upper half of the matrix's rows,
+    which is then multiplied with the lower half: [T, N / 2]."""
     assert x.dtype is bfloat16, "matrices in lanes are bfloat16's; see `can_be_in_lanes`"
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    count, n = x.shape[0], matrix.data.shape[0]
+    count, n = x.shape[0], matrix.data.shape[0] // (1 if end == "none" else 2)
     if tiles.splits > 1:
         out = x.new_empty(tiles.splits, count, n, dtype=float32)
     else:
         out = x.new_empty(count, n)
     of_x = gl.NVMMASharedLayout.get_default_for([tiles.m, 128], gl.bfloat16)
     of_words = gl.NVMMASharedLayout.get_default_for([64, 32], gl.int32)
-    rows, missing = tiles.rows, 3 - len(tiles.rows)
-    words = [TensorDescriptor.from_tensor(matrix.data, [r, 32], of_words) for r in rows]
-    sizes = (*rows, *[0] * missing)
+    of_scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+    rows, missing = tiles.rows, [None] * (3 - len(tiles.rows))
+    # Of all units, one after the other: the rows of a part of a matrix are not next to each other.
+    units, rows_of_scales = matrix.scales.shape[0], matrix.scales.stride(0) // SCALES.value
+    by_row = (units - 1) * rows_of_scales + matrix.scales.shape[1]
+    scales = matrix.scales.as_strided((by_row, SCALES.value), (SCALES.value, 1))
     programs = min(triton.cdiv(n, tiles.groups * sum(rows)), NUM_SMS)
+    sizes = (*rows, 0, 0)
     _packed_kernel[programs, tiles.splits, triton.cdiv(count, tiles.m)](
         out,
         TensorDescriptor.from_tensor(x, [tiles.m, 128], of_x),
-        *(*words, *[None] * missing),
-        matrix.scales,
-        *(count, n, matrix.width, matrix.scales.stride(0) // SCALES.value),
+        *(TensorDescriptor.from_tensor(matrix.data, [r, 32], of_words) for r in rows),
+        *missing,
+        *(TensorDescriptor.from_tensor(scales, [r, SCALES.value], of_scales) for r in rows),
+        *missing,
+        *(count, n, matrix.width, rows_of_scales),
         BM=tiles.m,
         R0=sizes[0],
         R1=sizes[1],
@@ -323,6 +362,7 @@ def packed_product(x: Tensor, matrix: QuantisedMatrix, tiles: PackedTiles) -> Te
         GROUPS=tiles.groups,
         UNITS=tiles.units,
         STAGES=tiles.stages,
+        END=end,
         GROUP_REGISTERS=tiles.registers or MOST_REGISTERS[tiles.groups],
         num_warps=4,
         maxnreg=tiles.registers,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hydraspec_kernels.quantised.lanes import COLUMNS
+from hydraspec_kernels.quantised.lanes import COLUMNS, SCALED
 from hydraspec_kernels.quantised.records import QuantisedMatrix
 from hydraspec_kernels.quantised.reference import E4M3, PER_INT32
 from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
@@ -70,6 +70,7 @@ class Tiles:
 RESIDENT = {"block": 4, "row": 2, "int4": 2}
 LEAST_RANGE, LEAST_STAGES = 1024, 3  # columns of a range, steps in flight
 RANGE_UNIT = 256  # columns: ranges are the same whatever the step, so that every row's sums are
+SCALE_BYTES = 2 * COLUMNS // SCALED  # of a row of 256 columns
 WAVE_ROWS = 32  # what a wave of programs costs beside its rows, of all groups
 REGISTERS_OF_TWO = 144  # of a thread of two groups, so that a small kernel runs beside them
 # Rows of a matrix that four warps own, as powers of two.
@@ -199,10 +200,18 @@ def _even(n: int) -> tuple[int, ...]:
     return (STEP,)
 
 
-def _packed(rows: int, matrix: QuantisedMatrix, partials: bool) -> PackedTiles:
+def gated_tiles(rows: int, matrix: QuantisedMatrix) -> PackedTiles | None:
+    """Tiles of a kernel that applies a gated activation to `rows` rows' products; None: no kernel
+    does."""
+    return _packed(rows, matrix, halves=2) if 0 < rows <= MOST_ROWS and matrix.lanes else None
+
+
+def _packed(
+    rows: int, matrix: QuantisedMatrix, partials: bool = False, halves: int = 1
+) -> PackedTiles:
     """Tiles that give every multiprocessor the same share. How K is split depends on the matrix
     alone."""
-    n, k = matrix.data.shape[0], matrix.width
+    n, k = matrix.data.shape[0] // halves, matrix.width
     m = next((size for size in (8, 16, 32) if rows <= size), 64)
 
     def splits_of(groups: int, share: int) -> int:
@@ -220,7 +229,7 @@ def _packed(rows: int, matrix: QuantisedMatrix, partials: bool) -> PackedTiles:
     groups, share = min(shares, key=lambda each: cost(*each))
     splits = splits_of(groups, share)
     units = 2 if m < 32 else 1
-    stage_bytes = units * COLUMNS * (groups * 64 // 2 + 2 * m)
+    stage_bytes = units * (COLUMNS * (groups * 64 // 2 + 2 * m) + groups * 64 * SCALE_BYTES)
     steps = _divided(k, units * COLUMNS * splits)
     stages = max(2, min(SHARED_BYTES // stage_bytes, steps))
     registers = REGISTERS_OF_TWO if groups == 2 and m < 32 else None

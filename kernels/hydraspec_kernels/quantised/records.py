@@ -44,7 +44,7 @@ class QuantisedMatrix:
     """A matrix W [N, K] = numbers * scales, or a stack of them [E, N, K]."""
 
     data: Tensor  # [..., N, K] e4m3, or [..., N, K / 8] int32 of four-bit integers plus 8
-    scales: Tensor  # [..., R, G] float32; in lanes bfloat16
+    scales: Tensor  # [..., R, G] float32; in lanes [K / 256, N, 8] bfloat16
     rows: int  # rows of W that share a scale
     columns: int  # columns of W that share a scale
     width: int  # K

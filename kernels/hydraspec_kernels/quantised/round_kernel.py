@@ -226,7 +226,7 @@ def _unpack_lanes_kernel(
     out_ptr,
     # [N, K / 8] int32, in lanes
     data_ptr,
-    # [N, C] bfloat16
+    # [K / 256, N, 8] bfloat16
     scales_ptr,
     N,
     K,
@@ -243,7 +243,8 @@ def _unpack_lanes_kernel(
     n = tl.program_id(1) * BR + tl.arange(0, BR)
     data_at = data_ptr + n.to(tl.int64)[:, None] * stride_data + unit * 32 + tl.arange(0, 32)[None]
     words = tl.load(data_at, mask=(n < N)[:, None], other=0)
-    scale_at = scales_ptr + (n * stride_scales)[:, None] + unit * 8 + tl.arange(0, 8)[None]
+    of_unit = scales_ptr + unit.to(tl.int64) * stride_scales
+    scale_at = of_unit + n[:, None] * 8 + tl.arange(0, 8)[None]
     scale = tl.load(scale_at, mask=(n < N)[:, None], other=0.0).to(tl.float32) * POWER
     # Words are [c, f, w], scales [f, w], the integers of a word [h, i]: see `lanes`.
     four = (tl.reshape(words, (BR, 32, 1)) >> (tl.arange(0, 8) * 4)[None, None]) & 15
