@@ -35,6 +35,7 @@ COPY_REGISTERS = gl.constexpr(40)  # of a thread of the copying warp
 
 @gluon.jit
 def logistic(v):
+    """The logistic function of v, in float32."""
     return 1 / (1 + gl.exp(gl.minimum(-v, 80.0)))  # e^80 is finite, and large enough
 
 

@@ -39,17 +39,25 @@ HALF = gl.constexpr(128)  # columns whose numbers are multiplied at once
 MOST_REGISTERS = {2: 168, 3: 160}
 RESCALE = gl.constexpr(2.0 ** (133 - lanes.EXPONENT))
 
+# Two scales over 16, and times -8 * 2^-133.
+_OF_SCALES: gl.constexpr = gl.constexpr("""
+{
+.reg .b32 constant;
+mov.b32 constant, 0x3d803d80;
+mul.rn.bf16x2 $0, $2, constant;
+mov.b32 constant, 0x80088008;
+mul.rn.bf16x2 $1, $2, constant;
+}
+""")
 # The four pairs of a word, i and i + 4. Four bits of a bfloat16 that is zero else are an integer
 # times 2^-133, or 2^-129 if they are its second four: the distance of neighbours is 2^-133 there.
 # That times the scale, less 8 scales, is rounded once.
 _PAIRS: gl.constexpr = gl.constexpr("""
 {
-.reg .b32 n<4>, second, scale, sixteenth, bias, constant;
+.reg .b32 n<4>, second, scale, sixteenth, bias;
 mov.b32 scale, {$9, $9};
-mov.b32 constant, 0x3d803d80;
-mul.rn.bf16x2 sixteenth, scale, constant;
-mov.b32 constant, 0x80088008;
-mul.rn.bf16x2 bias, scale, constant;
+mov.b32 sixteenth, {$10, $10};
+mov.b32 bias, {$11, $11};
 shr.u32 second, $8, 8;
 and.b32 n0, $8, 0x000f000f;
 and.b32 n1, $8, 0x00f000f0;
@@ -80,10 +88,13 @@ def _numbers(words, scales, OPERAND: gl.constexpr):
     )
     words = gl.convert_layout(words, L, assert_trivial=True)
     scales = gl.convert_layout(scales, gl.SliceLayout(1, L), assert_trivial=True)
+    sixteenths, biases = gl.inline_asm_elementwise(
+        _OF_SCALES, "=r,=r,r", [scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         _PAIRS,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
-        [words, scales.expand_dims(1)],
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h,h,h",
+        [words, scales.expand_dims(1), sixteenths.expand_dims(1), biases.expand_dims(1)],
         dtype=(gl.bfloat16,) * 8,
         is_pure=True,
         pack=1,
