@@ -183,8 +183,7 @@ class Linear(Weights):
             if self.bias is None and (y := self.slab.gated(x, activation)) is not None:
                 return y
             both = self.forward(x)
-            fuses = rounding is not None and rounding.kind == "group"
-            if rounding is not None and fuses and both.shape[0] <= MOST_ROWS:
+            if rounding is not None and both.shape[0] <= MOST_ROWS:
                 return rounded_activation(both, activation, rounding)
             return gated_activation(both, activation)
         assert isinstance(x, Tensor)

@@ -136,7 +136,7 @@ def test_rows_round_by_the_magnitudes_of_all_ranks(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [384, 300])
+@pytest.mark.parametrize("width", [384, 300, 9000])
 @pytest.mark.parametrize("name", ["token", "group 128"])
 def test_a_norm_and_a_gate_round_as_the_product_would(
     name: str, width: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -149,11 +149,9 @@ def test_a_norm_and_a_gate_round_as_the_product_would(
     options = {"post_weight": gain, "next_weight": gain, "eps": 1e-6, "scale": 0.5}
     wanted = add_norm_cuda(h.clone(), x, **options).y
     found = add_norm_cuda(h.clone(), x, **options, rounding=rounding).y
-    pairs = [(wanted, found)]
-    if rounding.kind == "group":
-        both = rows_of(7, 2 * width, device, dtype).clamp(-30, 30)
-        gated = gated_activation_cuda(both, "silu")
-        pairs.append((gated, rounded_activation_cuda(both, "silu", rounding)))
+    both = rows_of(7, 2 * width, device, dtype).clamp(-30, 30)
+    gated = gated_activation_cuda(both, "silu")
+    pairs = [(wanted, found), (gated, rounded_activation_cuda(both, "silu", rounding))]
     for wanted, found in pairs:
         numbers, scales = round_rows(wanted, rounding, None, torch.float8_e4m3fn)
         assert found.padded.shape == (64, width)

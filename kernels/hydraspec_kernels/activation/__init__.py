@@ -27,7 +27,7 @@ def gated_activation(gate_up: Tensor, activation: Activation = "gelu_tanh") -> T
 
 def rounded_activation(gate_up: Tensor, activation: Activation, rounding: Rounding) -> RoundedRows:
     """`gated_activation` of gate_up [T, 2I] on CUDA, rounded to e4m3 for the product that reads it,
-    each group by a scale of its own (`quantised.rounding_before`)."""
+    each group or row by a scale of its own (`quantised.rounding_before`)."""
     from hydraspec_kernels.activation.kernel import rounded_activation_cuda  # Triton
 
     return rounded_activation_cuda(gate_up, activation, rounding)

@@ -13,11 +13,13 @@ from hydraspec_kernels.quantised.round_kernel import (
     empty_padded,
     empty_scales,
     least_of,
+    rounded,
     rounded_row,
 )
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 BLOCK = 1024  # columns of a program: 16 bytes per thread of four warps
+MOST_INNER = 32768  # columns that one program rounds by a scale of their row
 
 
 @triton.jit
@@ -84,6 +86,8 @@ def gated_activation_cuda(gate_up: Tensor, activation: str) -> Tensor:
 def rounded_activation_cuda(gate_up: Tensor, activation: str, rounding: Rounding) -> RoundedRows:
     """See `hydraspec_kernels.activation.rounded_activation`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    if rounding.kind == "token" and inner > MOST_INNER:
+        return rounded(gated_activation_cuda(gate_up, activation), rounding, None)
     out = empty_padded(rows, inner, gate_up.device)
     scales = empty_scales(gate_up[:, :inner], rounding)
     _launch(out, scales, gate_up, activation, rounding)
@@ -104,17 +108,20 @@ def _launch(
     if not gate_up.numel():
         return
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * inner
-    gated_activation_kernel[(gate_up.numel() // (2 * inner), triton.cdiv(inner, BLOCK))](
+    by_row = rounding is not None and rounding.kind == "token"
+    block = triton.next_power_of_2(inner) if by_row else BLOCK
+    group = 0 if rounding is None else block if by_row else rounding.group
+    gated_activation_kernel[(gate_up.numel() // (2 * inner), triton.cdiv(inner, block))](
         out,
         scales,
         gate_up,
         inner,
         stride,
         USES_SILU=activation == "silu",
-        GROUP=0 if rounding is None else rounding.group,
+        GROUP=group,
         LEAST=least_of(rounding),
         MOST=E4M3_MAX,
-        BLOCK=BLOCK,
-        num_warps=4,
+        BLOCK=block,
+        num_warps=max(4, min(32, block // 1024)),
         **dependent_launch(gate_up),
     )

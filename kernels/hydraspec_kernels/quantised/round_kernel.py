@@ -24,7 +24,8 @@ from hydraspec_kernels.runtime.launch_kernel import (
 )
 
 ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
-FEW_ROWS = 128  # up to these a program rounds one group
+FEW_ROWS = 128  # up to these a program rounds one group, or reads a row at once
+MOST_OF_ROW = 32768  # numbers of a row that a program reads at once
 ROWS_OF_TILES = 64  # of x, in the warp-specialised product
 LEAST_OF_GROUP, MOST_E4M3 = tl.constexpr(LEAST_GROUP_MAX), tl.constexpr(E4M3_MAX)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -118,19 +119,25 @@ def _round_kernel(
     LEAST: tl.constexpr,  # of a row's scale
     MOST: tl.constexpr,
     SCALED: tl.constexpr,  # numbers times scales
+    WHOLE: tl.constexpr,  # a block holds the row
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rounds a row."""
+    IN_E4M3: tl.constexpr = numbers_ptr.dtype.element_ty == tl.float8e4nv
     start_next(PDL)
     wait_for_inputs(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x_at = x_ptr + row * stride_x
+    if WHOLE:
+        v = tl.load(x_at + k, mask=k < columns, other=0.0).to(tl.float32)
     if STATIC:
         scale = tl.load(static_ptr)
     else:
         if HAS_MAXIMA:
             top = tl.load(maxima_ptr + row)
+        elif WHOLE:
+            top = tl.max(tl.abs(v), 0)
         else:
             top = 0.0
             for start in range(0, columns, BLOCK):
@@ -141,8 +148,9 @@ def _round_kernel(
         tl.store(scales_ptr + row, scale)
     for start in range(0, columns, BLOCK):
         inside = start + k < columns
-        v = tl.load(x_at + start + k, mask=inside, other=0.0).to(tl.float32)
-        number = e4m3_of(v, scale, MOST, SCALED).to(numbers_ptr.dtype.element_ty)
+        if not WHOLE:
+            v = tl.load(x_at + start + k, mask=inside, other=0.0).to(tl.float32)
+        number = e4m3_of(v, scale, MOST, SCALED, IN_E4M3).to(numbers_ptr.dtype.element_ty)
         tl.store(numbers_ptr + row * columns + start + k, number, mask=inside)
 
 
@@ -166,6 +174,7 @@ def _round_groups_kernel(
     PDL: tl.constexpr,
 ):
     """Rounds GROUPS groups of a row."""
+    IN_E4M3: tl.constexpr = numbers_ptr.dtype.element_ty == tl.float8e4nv
     start_next(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -177,7 +186,8 @@ def _round_groups_kernel(
     scale = tl.div_rn(top, tl.zeros_like(top) + MOST)
     if not SCALED:
         tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
-    number = e4m3_of(v, scale[:, None], MOST, SCALED).to(numbers_ptr.dtype.element_ty)
+    number = e4m3_of(v, scale[:, None], MOST, SCALED, IN_E4M3)
+    number = number.to(numbers_ptr.dtype.element_ty)
     tl.store(numbers_ptr + row * columns + k, number, mask=inside)
 
 
@@ -322,6 +332,8 @@ def _round(
             **options,
         )
     else:
+        block = triton.next_power_of_2(columns)
+        is_whole = rows <= FEW_ROWS and block <= MOST_OF_ROW
         _round_kernel[(rows,)](
             *(numbers, scales, x, None if maxima is None else maxima.contiguous(), rounding.scale),
             columns,
@@ -329,8 +341,9 @@ def _round(
             STATIC=rounding.scale is not None,
             HAS_MAXIMA=maxima is not None and rounding.kind == "token",
             LEAST=LEAST_ROW_SCALE,
-            BLOCK=min(ROUND_BLOCK, triton.next_power_of_2(columns)),
-            num_warps=8,
+            WHOLE=is_whole,
+            BLOCK=block if is_whole else min(ROUND_BLOCK, block),
+            num_warps=max(8, min(32, block // 1024)) if is_whole else 8,
             **options,
         )
 
