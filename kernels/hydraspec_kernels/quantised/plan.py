@@ -228,7 +228,7 @@ def _packed(
     shares = ((groups, share) for groups in range(2, most + 1) for share in PACKED_ROWS)
     groups, share = min(shares, key=lambda each: cost(*each))
     splits = splits_of(groups, share)
-    units = 2 if m < 32 else 1
+    units = 2 if m < 32 and groups == 2 else 1
     stage_bytes = units * (COLUMNS * (groups * 64 // 2 + 2 * m) + groups * 64 * SCALE_BYTES)
     steps = _divided(k, units * COLUMNS * splits)
     stages = max(2, min(SHARED_BYTES // stage_bytes, steps))
