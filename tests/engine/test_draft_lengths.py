@@ -27,7 +27,13 @@ from hydraspec.engine.schedule.draft_lengths import (
     build_draft_lengths,
     offered_lengths,
 )
-from hydraspec.engine.slots import RAGGED_SHARE, Allocation, best_allocation
+from hydraspec.engine.slots import (
+    RAGGED_SHARE,
+    Allocation,
+    LengthCosts,
+    accepted_by_length,
+    best_allocation,
+)
 from hydraspec.types import ConfigurationError, RequestStep
 
 MOST = 6
@@ -210,6 +216,47 @@ def test_a_steady_choice_is_made_in_few_steps(monkeypatch: pytest.MonkeyPatch) -
     lengths.begin(0)
     lengths.choose(range(4), 4)
     assert num_choices == before + 1
+
+
+def test_the_most_for_all_are_kept_until_a_draft_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_choices = 0
+
+    def counted(*args: Any) -> Allocation:
+        nonlocal num_choices
+        num_choices += 1
+        return best_allocation(*args)
+
+    monkeypatch.setattr(draft_lengths, "best_allocation", counted)
+    lengths = chooser(replace(table([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), rates=(0.9,) * MOST))
+    _, chosen = decode(lengths, always(*[1.0] * MOST), 60, 2)
+    assert set(chosen) == {MOST}
+    assert num_choices == 1
+    lengths.observe(range(2), [part(0, MOST, MOST), part(1, MOST, MOST - 1)])
+    lengths.choose(range(2), 2)
+    assert num_choices == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_accepted_drafts_make_no_split_better_than_the_most_for_all(seed: int) -> None:
+    """The reason why that split is kept meanwhile, over random costs and counts."""
+    rng, offered = np.random.default_rng(seed), tuple(range(MOST + 1))
+    verify_ms = rng.uniform(0, 3) + rng.uniform(0, rng.choice([0.05, 0.3]), MOST + 1).cumsum()
+    drafting_ms = rng.uniform(0, 0.1, MOST + 1).cumsum()
+    costs = LengthCosts(offered, verify_ms, drafting_ms, rng.uniform(0, 0.1) * verify_ms)
+    slots = range(1 + seed % 4)
+    counts = RequestAcceptance(MOST, tuple(rng.uniform(0.6, 1, MOST)), len(slots))
+    counts.add(slots, [[part(i, MOST, int(rng.integers(2, MOST + 1))) for i in slots]])
+
+    def best(last: int | None) -> int:
+        accepted = accepted_by_length(counts.survivals(slots, 0), offered)
+        return int(best_allocation(accepted, costs, last).counts.min())
+
+    if best(None) == MOST:
+        for _ in range(8):
+            counts.add(slots, [[part(i, MOST, MOST) for i in slots]])
+            assert best(MOST) == MOST
 
 
 def test_results_count_alike_one_by_one_and_together() -> None:

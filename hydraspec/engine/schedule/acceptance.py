@@ -115,21 +115,14 @@ class RequestAcceptance:
     def add(self, slots: Sequence[int], steps: Sequence[Sequence[RequestStep]]) -> None:
         """Count what steps of the same requests verified, in order; slot -1: it has lost its
         slot."""
-        most = self._by_slot.shape[2]
-        shape = len(steps), len(slots)
-        offered = np.array([len(each.draft_token_ids) for step in steps for each in step])
-        found = outcomes([each for step in steps for each in step], most)
-        found = found.reshape(*shape, 2, most)
-        offered = offered.reshape(shape)
-        for step, longest in zip(found, offered.max(1).tolist(), strict=True):
-            self.of_all.add(step, longest, KEPT_PER_STEP)
-        # [S+1, B] share of its weight that a step's count keeps after the steps that follow it;
-        # first that of all counts before.
-        kept = np.ones((shape[0] + 1, shape[1]))
-        kept[:-1] = np.where(offered > 0, KEPT_BY_REQUEST, KEPT_AT_REST)
-        weight = np.cumprod(kept[::-1], axis=0)[::-1, :, None, None]
-        rows = np.asarray(slots)
-        self._by_slot[rows] = self._by_slot[rows] * weight[0] + (found * weight[1:]).sum(0)
+        rows, most = np.asarray(slots), self._by_slot.shape[2]
+        counts = self._by_slot[rows]
+        for step in steps:
+            found, offered = outcomes(step, most), [len(each.draft_token_ids) for each in step]
+            self.of_all.add(found, max(offered), KEPT_PER_STEP)
+            kept = [KEPT_BY_REQUEST if count else KEPT_AT_REST for count in offered]
+            counts = counts * np.array(kept)[:, None, None] + found
+        self._by_slot[rows] = counts
 
     def survivals(self, slots: Sequence[int], num_new: int) -> np.ndarray:
         """Estimated survivals [B, K] of the drafts of the requests in `slots`, and then of

@@ -45,7 +45,8 @@ CONTEXT_STEP = 256
 TRIAL_SHARE = 0.01
 STEPS_UNTIL_TRIAL = 100
 # A split that was chosen again is kept for this share of the steps that it has lasted, so many at
-# most, until a request joins: choosing takes the host as long as it saves in a small step.
+# most, until a request joins: choosing takes the host as long as it saves in a small step. The most
+# drafts for all are kept until one is rejected.
 SHARE_OF_SAME, MOST_KEPT = 0.5, 8
 
 
@@ -119,6 +120,12 @@ class _Choice:
     least: float  # survival above which a draft is worth its row
     num_left: int  # further steps that take it without choosing
     lengths: dict[tuple[int, ...], tuple[int, int]]  # by numbers of drafts wanted, rising
+    was_missed: bool = False  # some draft was rejected since, or a request joined
+
+    def may_change(self, most: int) -> bool:
+        """Returns whether results since then may make another split better. Where every request
+        has the `most` drafts, accepted ones never do: they raise later survivals most."""
+        return self.num_left <= 0 and (self.was_missed or min(self.counts) < most)
 
     def serves(self, of: tuple[Sequence[int], int, int]) -> bool:
         """Returns whether the split is one of a step of these slots, requests and context: if it
@@ -188,7 +195,7 @@ class DraftLengths:
         self._count_results()
         self._num_kept //= 2
         if self._choice is not None:
-            self._choice.num_left = 0
+            self._choice.num_left, self._choice.was_missed = 0, True
         self._acceptance.begin(slot)
 
     def follow(self, script: Iterable[int | Sequence[int]] | None) -> None:
@@ -245,7 +252,7 @@ class DraftLengths:
         """The split of a step of these slots, requests and context: that of the step before, or one
         that is chosen by all results so far."""
         choice = self._choice
-        if choice is None or choice.num_left == 0 or not choice.serves(of):
+        if choice is None or choice.may_change(self.offered[-1]) or not choice.serves(of):
             choice = self._choose(of, table)
         else:
             choice.num_left -= 1
@@ -278,6 +285,10 @@ class DraftLengths:
                 self._count_results()
             self._slots = slots
             self._results.append(requests)
+            if self._choice is not None and not self._choice.was_missed:
+                self._choice.was_missed = any(
+                    step.num_accepted < len(step.draft_token_ids) for step in requests
+                )
 
     def _count_results(self) -> None:
         if self._results:
