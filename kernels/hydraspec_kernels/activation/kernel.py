@@ -10,6 +10,7 @@ from torch import Tensor
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import E4M3_MAX
 from hydraspec_kernels.quantised.round_kernel import (
+    MOST_OF_ROW,
     empty_padded,
     empty_scales,
     least_of,
@@ -19,7 +20,6 @@ from hydraspec_kernels.quantised.round_kernel import (
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 BLOCK = 1024  # columns of a program: 16 bytes per thread of four warps
-MOST_INNER = 32768  # columns that one program rounds by a scale of their row
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def gated_activation_kernel(
     gate_up_stride,
     USES_SILU: tl.constexpr,
     GROUP: tl.constexpr,  # numbers of the output that share a scale; 0: it is not rounded to e4m3
-    LEAST: tl.constexpr,  # of a group's largest magnitude
+    LEAST: tl.constexpr,  # see `least_of`
     MOST: tl.constexpr,  # the largest e4m3 number
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,7 +86,7 @@ def gated_activation_cuda(gate_up: Tensor, activation: str) -> Tensor:
 def rounded_activation_cuda(gate_up: Tensor, activation: str, rounding: Rounding) -> RoundedRows:
     """See `hydraspec_kernels.activation.rounded_activation`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    if rounding.kind == "token" and inner > MOST_INNER:
+    if rounding.kind == "token" and inner > MOST_OF_ROW:
         return rounded(gated_activation_cuda(gate_up, activation), rounding, None)
     out = empty_padded(rows, inner, gate_up.device)
     scales = empty_scales(gate_up[:, :inner], rounding)

@@ -122,7 +122,9 @@ def gated_quantised_linear(
 ) -> Tensor | None:
     """Product act(gate(x)) * up(x) [T, N / 2] of rows x [T, K] with a matrix of the rows of gate
     and up, in one kernel; None: there is none for these."""
-    if not runs_kernels(x) or not (tiles := gated_tiles(x.shape[0], matrix)):
+    if not runs_kernels(x) or x.dtype is not torch.bfloat16 or x.dim() != 2:
+        return None
+    if not (tiles := gated_tiles(x.shape[0], matrix)):
         return None
     from hydraspec_kernels.quantised.packed_kernel import packed_product  # Gluon
 

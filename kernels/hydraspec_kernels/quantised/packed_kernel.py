@@ -39,13 +39,13 @@ HALF = gl.constexpr(128)  # columns whose numbers are multiplied at once
 # Of a thread, by groups: with 168 the third waits for those of the other two (16 rows, one H200:
 # 52 us in place of 41).
 MOST_REGISTERS = {2: 168, 3: 160}
-# Rows of x that each warp multiplies by itself, to the same bits: up to 6 % faster for so few, and
+# Rows of x that each warp multiplies by itself, to the same bits: up to 4 % faster for so few, and
 # slower for 16.
-OWN_ROWS = gl.constexpr(8)
+BY_WARP_ROWS = gl.constexpr(8)
 RESCALE = gl.constexpr(2.0 ** (133 - lanes.EXPONENT))
 
 # Two scales over 16, and times -8 * 2^-133.
-_OF_SCALES: gl.constexpr = gl.constexpr("""
+_SCALES_READY: gl.constexpr = gl.constexpr("""
 {
 .reg .b32 constant;
 mov.b32 constant, 0x3d803d80;
@@ -94,7 +94,7 @@ def _numbers(words, scales, OPERAND: gl.constexpr):
     words = gl.convert_layout(words, L, assert_trivial=True)
     scales = gl.convert_layout(scales, gl.SliceLayout(1, L), assert_trivial=True)
     sixteenths, biases = gl.inline_asm_elementwise(
-        _OF_SCALES, "=r,=r,r", [scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        _SCALES_READY, "=r,=r,r", [scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
     )
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         _PAIRS,
@@ -120,13 +120,14 @@ def _sums(
     """Sums [64, BM], times 2^-33, of four warps' rows of the next tile over `steps` steps; the next
     slot and its phase."""
     xs, ws, ss, filled, free = memory
-    OWN: gl.constexpr = BM <= OWN_ROWS
+    BY_WARP: gl.constexpr = BM <= BY_WARP_ROWS
     SUMS: gl.constexpr = (
         gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-        if OWN
+        if BY_WARP
         else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    OF_X: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     OF_WORDS: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -152,8 +153,7 @@ def _sums(
             w0, w1 = gl.split(words.reshape([64, 4, 2, 4]).permute([0, 1, 3, 2]))
             half = (slot * UNITS + unit) * 2
             x0, x1 = xs.index(half).permute((1, 0)), xs.index(half + 1).permute((1, 0))
-            if OWN:
-                OF_X: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+            if BY_WARP:
                 y = mma_v2(_numbers(w0, s0, OPERAND), x0.load(OF_X), y)
                 y = mma_v2(_numbers(w1, s1, OPERAND), x1.load(OF_X), y)
             else:
@@ -161,7 +161,7 @@ def _sums(
                     y = warpgroup_mma_wait(0, deps=(y,))
                 y = warpgroup_mma(_numbers(w0, s0, OPERAND), x0, y, is_async=True)
                 y = warpgroup_mma(_numbers(w1, s1, OPERAND), x1, y, is_async=True)
-        if not OWN:
+        if not BY_WARP:
             y = warpgroup_mma_wait(0, deps=(y,))
         mbarrier.arrive(free.index(slot), count=1)
         slot += 1
@@ -213,15 +213,15 @@ def _copy_words(
             row = n + group * (R0 + R1 + R2)
             first = k * rows_of_scales + row
             to = ws.index((slot * UNITS + unit) * GROUPS + group)
-            beside = ss.index((slot * UNITS + unit) * GROUPS + group)
+            scales_to = ss.index((slot * UNITS + unit) * GROUPS + group)
             load_tile(w0, [row, k * WORDS], filled, to.slice(0, R0))
-            load_tile(s0, [first, 0], filled, beside.slice(0, R0))
+            load_tile(s0, [first, 0], filled, scales_to.slice(0, R0))
             if R1:
                 load_tile(w1, [row + R0, k * WORDS], filled, to.slice(R0, R1))
-                load_tile(s1, [first + R0, 0], filled, beside.slice(R0, R1))
+                load_tile(s1, [first + R0, 0], filled, scales_to.slice(R0, R1))
             if R2:
                 load_tile(w2, [row + R0 + R1, k * WORDS], filled, to.slice(R0 + R1, R2))
-                load_tile(s2, [first + R0 + R1, 0], filled, beside.slice(R0 + R1, R2))
+                load_tile(s2, [first + R0 + R1, 0], filled, scales_to.slice(R0 + R1, R2))
 
 
 @gluon.jit
@@ -233,13 +233,13 @@ def _copy_x(x, xs, slot, filled, m, step, UNITS: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    copied, memory, place,
+    sources, memory, turns,
     GROUPS: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BM: gl.constexpr,
     UNITS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The program of the copying warp: copies all steps of all tiles, as slots become free."""
-    x, words, scales = copied
-    m, N, rows_of_scales, low, steps, tiles = place
+    x, words, scales = sources
+    m, N, rows_of_scales, low, steps, tiles = turns
     xs, _, _, filled, free = memory
     TILE: gl.constexpr = GROUPS * (R0 + R1 + R2)
     BYTES: gl.constexpr = UNITS * (TILE * (WORDS * 4 + SCALES * 2) + BM * UNIT * 2)
@@ -317,8 +317,8 @@ def _packed_kernel(
     fence_async_shared()
     memory = (xs, ws, ss, filled, free)
     place = (out, m, M, N, steps, tiles)
-    copied = (x, (w0, w1, w2), (s0, s1, s2))
-    copies = (m, N, rows_of_scales, low, steps, tiles)
+    sources = (x, (w0, w1, w2), (s0, s1, s2))
+    turns = (m, N, rows_of_scales, low, steps, tiles)
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -326,7 +326,7 @@ def _packed_kernel(
                 (_multiply, (memory, place, 1, GROUPS, R, BM, UNITS, STAGES, END)),
                 (
                     _copy,
-                    (copied, memory, copies, GROUPS, R0, R1, R2, BM, UNITS, STAGES, HALVES, PDL),
+                    (sources, memory, turns, GROUPS, R0, R1, R2, BM, UNITS, STAGES, HALVES, PDL),
                 ),
             ],
             [4, 1],
@@ -340,7 +340,7 @@ def _packed_kernel(
                 (_multiply, (memory, place, 2, GROUPS, R, BM, UNITS, STAGES, END)),
                 (
                     _copy,
-                    (copied, memory, copies, GROUPS, R0, R1, R2, BM, UNITS, STAGES, HALVES, PDL),
+                    (sources, memory, turns, GROUPS, R0, R1, R2, BM, UNITS, STAGES, HALVES, PDL),
                 ),
             ],
             [4, 4, 1],
