@@ -185,4 +185,5 @@ def test_a_device_has_the_rules_of_the_cpu(windows: Callable[..., Any]) -> None:
         known, plain = step.batch.seq_lens, step.logits[: len(step.batch.slots)]
         expected = without_bans(plain, step.batch.slots, known, step.state.rules, None)
         device = plain.cuda(), there.batch.slots, known.cuda(), there.state.rules, None
-        assert torch.equal(without_bans(*device).cpu(), expected)
+        found = without_bans(*device).cpu()  # poisoned rows stay NaN
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
