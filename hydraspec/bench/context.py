@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import geometric_mean, median
+from statistics import fmean, geometric_mean, median
 
 import numpy as np
 
@@ -170,7 +170,7 @@ class Choice:
     engine: Engine
     num_drafts: int | None
     tpot_ms: list[float] = field(default_factory=list)  # of the passes so far
-    tokens_per_step: float | None = None  # of a request, in the last pass
+    tokens_per_step: list[float] = field(default_factory=list)  # of a request, in each of them
 
     def run(self, requests: Sequence[Request], num_tokens: int, *, counts: bool = True) -> None:
         """Time decode steps of all the requests together until they have emitted `num_tokens` each
@@ -195,12 +195,13 @@ class Choice:
                     break
         if counts:
             self.tpot_ms.append(milliseconds * len(requests) / num_emitted)
-            self.tokens_per_step = num_emitted / num_parts
+            self.tokens_per_step.append(num_emitted / num_parts)
 
 
 def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, context: int) -> Json:
     """The row of a batch at a context: after a short warm-up of each choice they are timed in turn,
-    bench.repeats times or as often as bench.cell_timeout_s allows, once at least."""
+    bench.repeats times or as often as bench.cell_timeout_s allows, once at least. Every round has
+    the next requests, whose acceptance differs, so choices are compared within rounds."""
     bench, choices = config.bench, _new_choices(config, engine, plain)
     status, started = OK, time.perf_counter()
     num_tokens = bench.output_tokens
@@ -213,17 +214,19 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
         for choice in choices:
             choice.run(requests, min(WARM_UP_TOKENS, num_tokens), counts=False)
         for number in range(bench.repeats):
+            first = number * batch
+            requests = requests_of(config, engine, batch, context, most_tokens, first=first)
             for choice in choices[:: -1 if number % 2 else 1]:
                 choice.run(requests, num_tokens)
             if time.perf_counter() - started > bench.cell_timeout_s and number + 1 < bench.repeats:
                 status = STOPPED
                 break
-    tpot_ms = {choice.name: median(choice.tpot_ms) for choice in choices if choice.tpot_ms}
+    rounds = {choice.name: choice.tpot_ms for choice in choices if choice.tpot_ms}
     last = choices[-1].name
-    fixed = [name for name in tpot_ms if name != AUTO]
-    best = min(fixed, key=lambda name: tpot_ms[name], default=None)
+    fixed = [name for name in rounds if name != AUTO]
+    best = min(fixed, key=lambda name: _by_round(rounds[name], rounds[PLAIN]), default=None)
     to_none, to_best = (
-        ratio(tpot_ms[last], tpot_ms[other]) if other in tpot_ms else None
+        _by_round(rounds[last], rounds[other]) if other in rounds else None
         for other in (PLAIN, best)
     )
     log.info("%d at once, %d tokens: %s", batch, context, status)
@@ -234,22 +237,36 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
         "status": status,
         "choice": last,
         "num_rounds": len(choices[0].tpot_ms),
-        "tpot_ms": tpot_ms,
-        "tokens_per_step": {choice.name: choice.tokens_per_step for choice in choices},
+        "tpot_ms": {name: median(times) for name, times in rounds.items()},
+        "tokens_per_step": {
+            choice.name: fmean(choice.tokens_per_step) if choice.tokens_per_step else None
+            for choice in choices
+        },
         "best_fixed": best,
         "ratio_to_none": to_none,
         "ratio_to_best": to_best,
     }
 
 
+def _by_round(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of times / others."""
+    return median(time / other for time, other in zip(times, others, strict=True))
+
+
 def requests_of(
-    config: RunConfig, engine: Engine, batch: int, context: int, num_tokens: int
+    config: RunConfig,
+    engine: Engine,
+    batch: int,
+    context: int,
+    num_tokens: int,
+    *,
+    first: int = 0,
 ) -> list[Request]:
-    """Requests with random prompts of `context` tokens whose KV is filled, all but the last row's,
-    each of which decodes exactly num_tokens tokens."""
-    rng = np.random.default_rng([config.seed, STREAM, batch, context])
+    """Requests from index `first` on, with random prompts of `context` tokens whose KV is filled,
+    all but the last row's, each of which decodes exactly num_tokens tokens."""
+    rng = np.random.default_rng([config.seed, STREAM, batch, context, first])
     prompts: list[list[int]] = rng.integers(0, engine.info.vocab_size, (batch, context)).tolist()
-    requests = make_requests(config, prompts, [num_tokens] * batch)
+    requests = make_requests(config, prompts, [num_tokens] * batch, first=first)
     return [replace(request, num_filled=context - 1) for request in requests]
 
 

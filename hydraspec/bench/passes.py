@@ -92,9 +92,14 @@ class Passes:
 
 
 def make_requests(
-    config: RunConfig, prompts: Iterable[list[int]], num_tokens: Iterable[int]
+    config: RunConfig,
+    prompts: Iterable[list[int]],
+    num_tokens: Iterable[int],
+    *,
+    first: int = 0,
 ) -> list[Request]:
-    """A request for each prompt of token ids, which decodes exactly its entry of num_tokens."""
+    """A request for each prompt of token ids, numbered from `first` on, which decodes exactly its
+    entry of num_tokens."""
     return [
         Request(
             index=i,
@@ -102,7 +107,7 @@ def make_requests(
             sampling=fixed_length_sampling(config, i, count),
             prompt_token_ids=ids,
         )
-        for i, (ids, count) in enumerate(zip(prompts, num_tokens, strict=True))
+        for i, (ids, count) in enumerate(zip(prompts, num_tokens, strict=True), first)
     ]
 
 

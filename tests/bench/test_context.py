@@ -70,7 +70,7 @@ def test_what_cannot_be_measured_is_one_message(typed: list[str], parts: list[st
         assert part in message
 
 
-def test_choices_take_turns_on_the_same_filled_requests(
+def test_choices_take_turns_on_the_same_filled_requests_of_a_round(
     build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warm-up of each, then rounds in alternating order; every prompt is filled but for a row."""
@@ -78,7 +78,11 @@ def test_choices_take_turns_on_the_same_filled_requests(
     part = bench_measure.measure(planned("bench.batches=[2]", "bench.contexts=[16]"))
     _, *passes = offered[: 1 + 2 * (1 + 2)]
     assert {requests[0].sampling.max_tokens for requests in passes} == {8 * (3 + 1)}
-    assert all(requests == passes[0] for requests in passes)
+    warm, first, second = passes[:2], passes[2:4], passes[4:]
+    assert all(requests == warm[0] for requests in [*warm, *first])
+    assert all([r.index for r in requests] == [2, 3] for requests in second), "the next ones"
+    assert second[0] == second[1]
+    assert second[0][0].prompt_token_ids != first[0][0].prompt_token_ids
     assert {(len(r.prompt_token_ids or ()), r.num_filled) for r in passes[2]} == {(16, 15)}
     (row,) = part["rows"]
     assert (row["status"], row["num_rounds"], row["choice"]) == ("ok", 2, "K=3")
@@ -132,6 +136,27 @@ def test_a_cell_out_of_time_has_one_round_at_least(
     assert row["ratio_to_none"] is not None
 
 
+def test_choices_are_compared_within_rounds(
+    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds of other requests, one of them slow throughout: by medians of times K=1 would be best
+    and the ratios others."""
+    times = {"none": [10.0, 10, 40], "K=1": [5.0, 8, 36], "K=3": [4.0, 9, 20], "auto": [4.0, 9, 18]}
+
+    def run(
+        self: context.Choice, requests: object, num_tokens: int, *, counts: bool = True
+    ) -> None:
+        if counts:
+            self.tpot_ms.append(times[self.name][len(self.tpot_ms)])
+
+    monkeypatch.setattr(context.Choice, "run", run)
+    typed = [AUTO, "method.max_speculative_tokens=3", "bench.batches=[1]", "bench.contexts=[8]"]
+    (row,) = bench_measure.measure(planned(*typed, "bench.repeats=3"))["rows"]
+    assert row["tpot_ms"] == {"none": 10, "K=1": 8, "K=3": 9, "auto": 9}
+    assert (row["best_fixed"], row["ratio_to_none"]) == ("K=3", 0.45)
+    assert row["ratio_to_best"] == 1.0
+
+
 def test_nothing_measured_is_no_error_of_the_report() -> None:
     row = {"ratio_to_none": None}
     assert context.Context().summary_line({"rows": [row]}) == "no cell was measured"
@@ -146,11 +171,15 @@ def test_auto_and_fixed_drafts_of_a_shipped_pair(
     monkeypatch.setattr("hydraspec.engine.run.step_costs.LADDER", (64,))
     monkeypatch.setattr("hydraspec.engine.run.step_costs.NUM_STEPS", 2)
     seen: dict[str, set[int | None]] = {}
+    tokens: dict[tuple[int, ...], list[float]] = {}  # a step, with K=3, by the requests
     whole = context.Choice.run
 
-    def noted(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def noted(self, requests, *args, **kwargs):  # type: ignore[no-untyped-def]
         seen.setdefault(self.name, set()).add(self.num_drafts)
-        whole(self, *args, **kwargs)
+        whole(self, requests, *args, **kwargs)
+        if self.name == "K=3":
+            indices = tuple(request.index for request in requests)
+            tokens.setdefault(indices, []).extend(self.tokens_per_step[-1:])
 
     monkeypatch.setattr(context.Choice, "run", noted)
     pair = ["target=tiny_qwen3", "method=eagle3", *HERE]
@@ -168,14 +197,14 @@ def test_auto_and_fixed_drafts_of_a_shipped_pair(
     assert seen == {"none": {None}, "K=1": {1}, "K=3": {3}, "auto": {None}}
     by_cell = {(row["batch"], row["context"]): row for row in part["rows"]}
     assert set(by_cell) == {(b, c) for b in (1, 2) for c in (32, 300)}
-    for (batch, _), row in by_cell.items():
+    assert tokens[1,] == [1.0, 1.0], "the second request is undraftable"
+    assert min(tokens[0,]) > max(tokens[0, 1] + tokens[2, 3]) > 1.0
+    for row in by_cell.values():
         steps = row["tokens_per_step"]
         assert steps["none"] == 1.0
         assert 1.0 < steps["K=1"] <= 2.0
         assert steps["K=1"] < steps["K=3"]
         assert row["ratio_to_best"] >= row["ratio_to_none"]
-        one = by_cell[1, 32]["tokens_per_step"]
-        assert batch == 1 or steps["K=3"] < one["K=3"]  # the second request is undraftable
     saved = json.loads((tmp_path / "run" / "bench.json").read_text())
     assert saved["choices"] == ["none", "K=1", "K=3", "auto"]
     assert saved["parts"][0]["costs"]["contexts"][-1] >= 300
