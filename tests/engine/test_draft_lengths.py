@@ -196,46 +196,44 @@ def test_drafts_that_are_a_little_better_are_found_beyond_worse_ones() -> None:
     assert chosen[10:].count(5) > 45
 
 
+def counted_choices(monkeypatch: pytest.MonkeyPatch) -> list[Allocation]:
+    """The choices that are made from now on."""
+    made: list[Allocation] = []
+
+    def noted(*args: Any) -> Allocation:
+        made.append(best_allocation(*args))
+        return made[-1]
+
+    monkeypatch.setattr(draft_lengths, "best_allocation", noted)
+    return made
+
+
 def test_a_steady_choice_is_made_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """And anew where a request joins. What steps verified meanwhile counts as if it had been
     counted in each."""
-    num_choices = 0
-
-    def counted(*args: Any) -> Allocation:
-        nonlocal num_choices
-        num_choices += 1
-        return best_allocation(*args)
-
-    monkeypatch.setattr(draft_lengths, "best_allocation", counted)
+    choices = counted_choices(monkeypatch)
     lengths = chooser(replace(table([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), rates=(0.9,) * MOST))
     _, chosen = decode(lengths, always(*[0.9] * MOST), 200, 4)
     assert set(chosen) == {MOST}
-    assert num_choices < 50
+    assert len(choices) < 50
     lengths.choose(range(4), 4)
-    before = num_choices
+    before = len(choices)
     lengths.begin(0)
     lengths.choose(range(4), 4)
-    assert num_choices == before + 1
+    assert len(choices) == before + 1
 
 
 def test_the_most_for_all_are_kept_until_a_draft_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    num_choices = 0
-
-    def counted(*args: Any) -> Allocation:
-        nonlocal num_choices
-        num_choices += 1
-        return best_allocation(*args)
-
-    monkeypatch.setattr(draft_lengths, "best_allocation", counted)
+    choices = counted_choices(monkeypatch)
     lengths = chooser(replace(table([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), rates=(0.9,) * MOST))
     _, chosen = decode(lengths, always(*[1.0] * MOST), 60, 2)
     assert set(chosen) == {MOST}
-    assert num_choices == 1
+    assert len(choices) == 1
     lengths.observe(range(2), [part(0, MOST, MOST), part(1, MOST, MOST - 1)])
     lengths.choose(range(2), 2)
-    assert num_choices == 2
+    assert len(choices) == 2
 
 
 @pytest.mark.parametrize("seed", range(40))
