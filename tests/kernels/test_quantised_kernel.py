@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hydraspec_kernels.activation.kernel import gated_activation_cuda, rounded_activation_cuda
 from hydraspec_kernels.norms.add_norm_kernel import add_norm_cuda
 from hydraspec_kernels.quantised import (
@@ -17,9 +19,15 @@ from hydraspec_kernels.quantised import (
     quantised_partials,
     rounded_rows,
 )
+from hydraspec_kernels.quantised.e4m3_kernel import rounded_row
 from hydraspec_kernels.quantised.kernel import launch
 from hydraspec_kernels.quantised.plan import LEAST_RANGE, MOST_ROWS, tiles_for
-from hydraspec_kernels.quantised.reference import quantised_linear_reference, unpacked_reference
+from hydraspec_kernels.quantised.reference import (
+    E4M3_MAX,
+    LEAST_GROUP_MAX,
+    quantised_linear_reference,
+    unpacked_reference,
+)
 from hydraspec_kernels.quantised.round_kernel import round_rows, rounded_in_type, unpack
 from kernel_places import DEVICES, poison
 from torch import Tensor
@@ -80,6 +88,39 @@ def test_rows_round_to_the_reference_s_bits(
             groups = numbers.float().split(size, 1)
             found = [part * scales[:, i : i + 1] for i, part in enumerate(groups)]
             assert torch.equal(torch.cat(found, 1), wanted)
+
+
+@triton.jit
+def _rounded_row_kernel(
+    numbers_ptr, scales_ptr, x_ptr, LEAST: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr
+):
+    k = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    v = tl.load(x_ptr + k).to(tl.float32)
+    numbers, scale = rounded_row(v, GROUP // 2, LEAST, MOST, GROUP)
+    tl.store(numbers_ptr + k, numbers.to(numbers_ptr.dtype.element_ty))
+    tl.store(scales_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), scale)
+
+
+@pytest.mark.parametrize(
+    ("device", "count"), [("cpu", 20), pytest.param("cuda", 1024, marks=pytest.mark.gpu)]
+)
+def test_numbers_of_their_own_scale_are_divided_exactly(device: str, count: int) -> None:
+    """Every fraction of 11 bits beside every one that a largest magnitude may have."""
+    draw = torch.Generator().manual_seed(count)
+    fractions = torch.arange(1024) / 1024 + 1
+    tops = fractions[torch.randperm(1024, generator=draw)[:count]]
+    small = fractions.repeat(count, 1) * 2.0 ** -torch.randint(1, 12, (count, 1), generator=draw)
+    small = torch.nn.functional.pad(small, (0, 10 * 127 - 1024)).view(count, 10, 127)
+    x = torch.cat([tops[:, None, None].expand(count, 10, 1), small], 2).view(-1, 128)
+    x = torch.cat([x, torch.full((1, 128), 2.0**-24), torch.zeros(1, 128)])
+    x = x.to(device, torch.float16)
+    wanted, of_groups = round_rows(x, Rounding("group", 128), None, torch.float8_e4m3fn)
+    numbers, scales = torch.empty_like(wanted), torch.empty_like(of_groups)
+    _rounded_row_kernel[(len(x) // 2,)](
+        numbers, scales, x, LEAST=LEAST_GROUP_MAX, MOST=E4M3_MAX, GROUP=256
+    )
+    assert torch.equal(scales, of_groups)
+    assert torch.equal(numbers.float(), wanted.float())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.quantised.e4m3_kernel import rounded_row
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import E4M3_MAX
 from hydraspec_kernels.quantised.round_kernel import (
@@ -15,7 +16,6 @@ from hydraspec_kernels.quantised.round_kernel import (
     empty_scales,
     least_of,
     rounded,
-    rounded_row,
 )
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 

@@ -28,8 +28,9 @@ from hydraspec_kernels.attention.qkv_kernel import (
 )
 from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
 from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
+from hydraspec_kernels.quantised.e4m3_kernel import rounded_groups
 from hydraspec_kernels.quantised.records import Rounding
-from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales, rounded_groups
+from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales
 from hydraspec_kernels.runtime.launch import shared_bytes
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.attention.plan import Projection, QkvShape
+from hydraspec_kernels.quantised.e4m3_kernel import e4m3_of
 from hydraspec_kernels.quantised.reference import E4M3_MAX
-from hydraspec_kernels.quantised.round_kernel import e4m3_of
 from hydraspec_kernels.rope.kernel import rotate_halves
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY, find_keys, find_rows
 from hydraspec_kernels.attention.tiling import MAX_SPLITS
-from hydraspec_kernels.quantised.round_kernel import rounded_groups
+from hydraspec_kernels.quantised.e4m3_kernel import rounded_groups
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 TRITON_TYPES = {

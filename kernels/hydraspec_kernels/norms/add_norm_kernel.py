@@ -9,14 +9,10 @@ from torch import Tensor
 
 from hydraspec_kernels.norms.records import MAX_WIDTH, AddNorm
 from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
+from hydraspec_kernels.quantised.e4m3_kernel import rounded_row
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import E4M3_MAX
-from hydraspec_kernels.quantised.round_kernel import (
-    empty_padded,
-    empty_scales,
-    least_of,
-    rounded_row,
-)
+from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales, least_of
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 REGISTERS = 65536  # of an SM

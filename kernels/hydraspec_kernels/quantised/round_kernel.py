@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.quantised.e4m3_kernel import e4m3_of
 from hydraspec_kernels.quantised.lanes import COLUMNS, EXPONENT
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import (
@@ -27,77 +28,7 @@ ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
 FEW_ROWS = 128  # up to these a program rounds one group, or reads a row at once
 MOST_OF_ROW = 32768  # numbers of a row that a program reads at once
 ROWS_OF_TILES = 64  # of x, in the warp-specialised product
-LEAST_OF_GROUP, MOST_E4M3 = tl.constexpr(LEAST_GROUP_MAX), tl.constexpr(E4M3_MAX)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 UNPACK_ROWS, UNPACK_COLUMNS = 16, 256  # of a matrix, which a program unpacks
-
-
-@triton.jit
-def _to_e4m3(v):
-    """The nearest e4m3 numbers of v in -448 to 448, ties to even, in float32.
-
-    Adding 2^20 times the power of two below |v| leaves three bits of fraction.
-    """
-    size = tl.abs(v)
-    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = tl.maximum(power, 0.015625) * 1048576.0  # 2^-6 is the smallest normal number
-    near = (size + shift) - shift
-    return tl.where(v < 0, -near, near)
-
-
-@triton.jit
-def _quotients(v, scale):
-    """v / scale as division rounds it, with one division for all numbers of a scale.
-
-    The product with the reciprocal is up to 2 ulp off; one step with its exact remainder ends at
-    the nearest number, for every float32 scale and v of up to 11 bits (all mantissas were tried).
-    Above 1024 it is some number above 448, or infinite: its remainder would be of infinite numbers.
-    """
-    if INTERPRETED:  # its fma rounds twice
-        return tl.div_rn(v, tl.zeros_like(v) + scale)
-    else:
-        inverse = tl.zeros_like(v) + tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-        near = tl.minimum(tl.maximum(v * inverse, -1024.0), 1024.0)
-        return tl.fma(tl.fma(-near, tl.zeros_like(v) + scale, v), inverse, near)
-
-
-@triton.jit
-def e4m3_of(v, scale, MOST: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr = False):
-    """e4m3 numbers of v / scale, in float32 or, where a device converts what is STORED, in e4m3.
-    SCALED, of numbers that are not stored: times the scale again. v is in half precision: numbers
-    of float32 may be off by one where their quotient is a tie."""
-    v = _quotients(v, scale)
-    BY_DEVICE: tl.constexpr = STORED and not INTERPRETED
-    if BY_DEVICE:  # which rounds alike, and larger numbers to the largest
-        return v.to(tl.float8e4nv)
-    else:
-        number = _to_e4m3(tl.minimum(tl.maximum(v, -MOST), MOST))
-        return number * scale if SCALED else number
-
-
-@triton.jit
-def rounded_row(
-    v, GROUP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr
-):
-    """e4m3 numbers [WIDTH], to be stored as such, and scales [WIDTH / GROUP], of a row v [WIDTH],
-    whose zeros beyond its end change no scale. GROUP = WIDTH: the row has one scale."""
-    groups = tl.reshape(v, (WIDTH // GROUP, GROUP))
-    top = tl.max(tl.abs(groups), 1)
-    if GROUP == WIDTH:
-        scale = tl.maximum(tl.div_rn(top, tl.zeros_like(top) + MOST), LEAST)
-    else:
-        scale = tl.div_rn(tl.maximum(top, LEAST), tl.zeros_like(top) + MOST)
-    numbers = e4m3_of(groups, scale[:, None], MOST, False, True)
-    return tl.reshape(numbers, (WIDTH,)), scale
-
-
-@triton.jit
-def rounded_groups(v, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """e4m3 numbers [ROWS, WIDTH], to be stored as such, and scales [ROWS, WIDTH / GROUP], of rows
-    v whose groups each have a scale."""
-    flat = tl.reshape(v.to(tl.float32), (ROWS * WIDTH,))
-    numbers, scale = rounded_row(flat, GROUP, LEAST_OF_GROUP, MOST_E4M3, ROWS * WIDTH)
-    return tl.reshape(numbers, (ROWS, WIDTH)), tl.reshape(scale, (ROWS, WIDTH // GROUP))
 
 
 @triton.jit(do_not_specialize=["columns"])
