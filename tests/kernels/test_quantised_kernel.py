@@ -28,7 +28,12 @@ from hydraspec_kernels.quantised.reference import (
     quantised_linear_reference,
     unpacked_reference,
 )
-from hydraspec_kernels.quantised.round_kernel import round_rows, rounded_in_type, unpack
+from hydraspec_kernels.quantised.round_kernel import (
+    round_rows,
+    rounded_for_blocks,
+    rounded_in_type,
+    unpack,
+)
 from kernel_places import DEVICES, poison
 from torch import Tensor
 
@@ -121,6 +126,38 @@ def test_numbers_of_their_own_scale_are_divided_exactly(device: str, count: int)
     )
     assert torch.equal(scales, of_groups)
     assert torch.equal(numbers.float(), wanted.float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [8, 9])
+def test_rows_for_blocks_are_padded_and_their_scales_lie_by_group(
+    rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    rounding, x = Rounding("group", 128), rows_of(rows, 384, device, NARROW[device])
+    numbers, scales = rounded_for_blocks(x, rounding)
+    wanted, by_row = round_rows(x, rounding, None, torch.float8_e4m3fn)
+    padded = -(-rows // 4) * 4
+    assert numbers.shape == (padded, 384)
+    assert scales.stride() == (1, padded)
+    assert torch.equal(numbers[:rows].float(), wanted.float())
+    assert torch.equal(scales[:rows], by_row)
+    assert not numbers[rows:].float().any()
+    assert not scales[rows:].any()
+
+
+@pytest.mark.gpu
+def test_many_rows_times_blocks_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the library on Hopper; numbers of blocks in K, and of rows, that are no multiple of 4."""
+    poison(monkeypatch)
+    for count, n, k in ((129, 1040, 1280), (300, 5376, 5376), (2048, 2064, 512)):
+        matrix = matrix_of(n, k, SCHEMES["blocks"], "cuda")
+        x = rows_of(count, k, "cuda", torch.bfloat16)
+        found = quantised_linear(x, matrix)
+        assert found.shape == (count, n)
+        wanted = quantised_linear_reference(x.float(), matrix)
+        error = (found.float() - wanted).abs().amax(1) / wanted.abs().amax(1).clamp(min=1e-20)
+        assert error.max() < 0.01, (count, n, k)
 
 
 @pytest.mark.parametrize("device", DEVICES)

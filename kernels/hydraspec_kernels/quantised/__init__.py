@@ -3,8 +3,8 @@
 On CUDA up to 128 rows run a kernel that reads the narrow numbers (`plan`): on Hopper with FP8
 tensor cores, and of four-bit integers in an order of their own (`lanes`). More rows, of which each
 has one scale, run the library's scaled product from capability 8.9 on, if each row of the matrix
-has one scale too. All else is unpacked to the rows' type first, by kernels, as everything is on a
-CPU by the reference.
+has one scale too; blocks of 128 x 128 and groups of 128 have its product on Hopper. All else is
+unpacked to the rows' type first, by kernels, as everything is on a CPU by the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from hydraspec_kernels.quantised.lanes import prepared
 from hydraspec_kernels.quantised.plan import (
@@ -34,7 +35,7 @@ from hydraspec_kernels.quantised.reference import (
     row_maxima,
     unpacked_reference,
 )
-from hydraspec_kernels.runtime.launch import runs_kernels
+from hydraspec_kernels.runtime.launch import is_hopper, runs_kernels
 
 __all__ = [
     "E4M3",
@@ -57,6 +58,7 @@ __all__ = [
 
 _NARROW = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # of N and K, for the scaled product
+BLOCK = 128  # rows and columns of a matrix that share a scale, in the product of blocks
 
 
 def rounding_before(matrix: QuantisedMatrix) -> Rounding | None:
@@ -93,6 +95,8 @@ def quantised_linear(
                 out_dtype=x.dtype,
                 use_fast_accum=False,
             )
+        if _has_block_product(x, matrix):
+            return _block_product(x, matrix)
     if x.dim() == 2 and matrix.rounding.kind != "float":
         from hydraspec_kernels.quantised.round_kernel import rounded_in_type  # Triton
 
@@ -161,6 +165,39 @@ def _has_scaled_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
         and x.shape[0] > 0
         and _is_new_enough(x.device)
     )
+
+
+def _has_block_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
+    """Returns whether the library multiplies blocks of 128 x 128 without unpacking: on Hopper,
+    whose FP8 tensor cores it has in turns of 128 columns."""
+    n, k = matrix.data.shape
+    return (
+        matrix.data.dtype is E4M3
+        and x.dtype is torch.bfloat16
+        and matrix.rows == matrix.columns == matrix.rounding.group == BLOCK
+        and matrix.rounding.kind == "group"
+        and n % _ALIGNMENT == k % BLOCK == 0
+        and x.shape[0] > 0
+        and is_hopper(x.device)
+    )
+
+
+def _block_product(x: Tensor, matrix: QuantisedMatrix) -> Tensor:
+    from hydraspec_kernels.quantised.round_kernel import rounded_for_blocks  # Triton
+
+    numbers, scales = rounded_for_blocks(x, matrix.rounding)
+    # The library wants the scales of a row of blocks in whole 16 bytes.
+    of_matrix = pad(matrix.scales, (0, -matrix.scales.shape[1] % 4))
+    y = scaled_mm(
+        numbers,
+        matrix.data.t(),
+        scales,
+        ScalingType.BlockWise1x128,
+        of_matrix.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )
+    return y[: x.shape[0]]
 
 
 @cache

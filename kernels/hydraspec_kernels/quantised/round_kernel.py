@@ -96,6 +96,8 @@ def _round_groups_kernel(
     columns,
     groups,
     stride_x,
+    stride_scale_row,
+    stride_scale_group,
     GROUP: tl.constexpr,  # numbers that share a scale
     LEAST: tl.constexpr,  # of a group's largest magnitude
     MOST: tl.constexpr,
@@ -116,7 +118,8 @@ def _round_groups_kernel(
     top = tl.maximum(tl.max(tl.abs(v), 1), LEAST)
     scale = tl.div_rn(top, tl.zeros_like(top) + MOST)
     if not SCALED:
-        tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+        to = scales_ptr + row * stride_scale_row + group * stride_scale_group
+        tl.store(to, scale, mask=group < groups)
     number = e4m3_of(v, scale[:, None], MOST, SCALED, IN_E4M3)
     number = number.to(numbers_ptr.dtype.element_ty)
     tl.store(numbers_ptr + row * columns + k, number, mask=inside)
@@ -212,6 +215,20 @@ def rounded(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> RoundedRows
     return RoundedRows(padded, scales, x.dtype)
 
 
+def rounded_for_blocks(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Numbers [T', K] in e4m3 and scales [T', G], a group's next to each other, of rows x [T, K]
+    with a scale for each group: T' is T rounded up to 4, and what follows row T is zero."""
+    rows, columns = -(-x.shape[0] // 4) * 4, x.shape[1]
+    numbers = torch.empty(rows, columns, dtype=E4M3, device=x.device)
+    groups = triton.cdiv(columns, rounding.group)
+    scales = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
+    if rows > x.shape[0]:
+        numbers[x.shape[0] :].view(torch.uint8).zero_()
+        scales[x.shape[0] :] = 0.0
+    _round(x, rounding, None, numbers[: x.shape[0]], scales[: x.shape[0]])
+    return numbers, scales
+
+
 def empty_padded(rows: int, columns: int, device: torch.device) -> Tensor:
     """Memory of `rows` rows or more in e4m3. A tile that is copied whole takes up to a quarter less
     time than one that ends after its first rows (measured on an H200)."""
@@ -255,6 +272,7 @@ def _round(
         several = 1 if rows <= FEW_ROWS else max(1, ROUND_BLOCK // block)
         _round_groups_kernel[(rows, triton.cdiv(groups, several))](
             *(numbers, scales, x, columns, groups, x.stride(0)),
+            *(scales.stride() if scales is not None else (0, 0)),
             GROUP=rounding.group,
             LEAST=LEAST_GROUP_MAX,
             GROUPS=several,
