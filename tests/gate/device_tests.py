@@ -115,44 +115,53 @@ def run(setting: Setting) -> PartResult:
     """Collect, run, count."""
     started = time.monotonic()
     named = ["-k", " or ".join(setting.only)] if setting.only else []
-    tests = ["-m", "gpu", *named, "tests"]
-    results = run_pytest(setting, tests, workers=setting.test_workers)
+    results = run_pytest(setting, ["-m", "gpu", *named], ["tests"], workers=setting.test_workers)
     if len(setting.gpus) > 1 and not named:
         work = setting.work / "spanning"
         work.mkdir()
-        tests = ["-m", "multi_gpu", *SPANNING]
-        results += run_pytest(replace(setting, work=work), tests, workers=0)
+        spanning = replace(setting, work=work)
+        results += run_pytest(spanning, ["-m", "multi_gpu"], SPANNING, workers=0)
     seconds = time.monotonic() - started
     return PartResult(results=results, seconds=seconds, is_partial=bool(setting.only))
 
 
 def run_pytest(
-    setting: Setting, tests: Sequence[str], *, workers: int, limit_s: int = TEST_LIMIT_S
+    setting: Setting,
+    options: Sequence[str],
+    paths: Sequence[str],
+    *,
+    workers: int,
+    limit_s: int = TEST_LIMIT_S,
 ) -> list[Result]:
-    """The results of `tests`, which are arguments of pytest. Workers share out the GPUs; without
-    any, one process has all of them."""
+    """The results of the tests that options of pytest choose in `paths`. Workers share out the
+    GPUs; without any, one process has all of them. They read files with such tests alone: 48 of
+    358."""
     pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     shared_out = {"TEST_DEVICES": ",".join(devices())} if workers else {}
     environment = setting.environment("cuda") | shared_out
     where: dict[str, Any] = {"env": environment, "cwd": setting.tree}
     listing = processes.run(
-        [*pytest, "--collect-only", *tests],
+        [*pytest, "--collect-only", *options, *paths],
         log=setting.work / "collected.txt",
         limit_s=setting.limit_s(COLLECT_LIMIT_S),
         **where,
     )
-    expected = [key_of(node_id) for node_id in collected(listing.log)]
+    found = collected(listing.log)
+    expected, files = (
+        [key_of(each) for each in found],
+        sorted({each.split("::")[0] for each in found}),
+    )
     if listing.problem or not expected:
         failed = Result(name="collection", log_tail=processes.tail(listing.log))
         failed.fail(listing.problem or "no test was collected")
         return [failed]
     setting.say(f"{len(expected)} tests collected")
     file = setting.work / "report.xml"
-    options = ["-n", str(workers), "--dist", "worksteal"]
-    options += [f"--max-worker-restart={MAX_RESTARTS}", f"--junitxml={file}"]
-    options += [f"--timeout={limit_s}", "--timeout-method=thread"]
+    running = ["-n", str(workers), "--dist", "worksteal"]
+    running += [f"--max-worker-restart={MAX_RESTARTS}", f"--junitxml={file}"]
+    running += [f"--timeout={limit_s}", "--timeout-method=thread"]
     ended = processes.run(
-        [*pytest, *options, *tests],
+        [*pytest, *running, *options, *files],
         log=setting.work / "pytest.txt",
         limit_s=setting.limit_s(float("inf")),
         interrupt_s=SAVE_S,

@@ -54,7 +54,7 @@ def test_a_run_of_tests_goes_on_after_one_that_hangs(tmp_path: Path):
     (tmp_path / "tests" / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     setting = setting_in(tmp_path)
-    results = device_tests.run_pytest(setting, ["-m", "gpu", "tests"], workers=2, limit_s=1)
+    results = device_tests.run_pytest(setting, ["-m", "gpu"], ["tests"], workers=2, limit_s=1)
     rows = {result.name: result for result in results}
     row = rows["test_some"]
     counts = {key: row.figures[key] for key in ("collected", "passed", "failed", "skipped")}
@@ -72,7 +72,7 @@ def test_without_workers_one_process_has_all_devices(tmp_path: Path, monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     said = "import os\ndef test_all(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '0,1'\n"
     (tmp_path / "test_spanning.py").write_text(said)
-    results = device_tests.run_pytest(setting_in(tmp_path), ["test_spanning.py"], workers=0)
+    results = device_tests.run_pytest(setting_in(tmp_path), [], ["test_spanning.py"], workers=0)
     total = results[-1]
     assert (total.name, total.status) == ("all that span GPUs", "passed"), total.log_tail
     assert total.figures["passed"] == 1
