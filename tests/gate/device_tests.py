@@ -134,8 +134,7 @@ def run_pytest(
     limit_s: int = TEST_LIMIT_S,
 ) -> list[Result]:
     """The results of the tests that options of pytest choose in `paths`. Workers share out the
-    GPUs; without any, one process has all of them. They read files with such tests alone: 48 of
-    358."""
+    GPUs; without any, one process has all of them. They read files with such tests alone."""
     pytest = [setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     shared_out = {"TEST_DEVICES": ",".join(devices())} if workers else {}
     environment = setting.environment("cuda") | shared_out

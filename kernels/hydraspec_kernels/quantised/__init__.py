@@ -179,6 +179,7 @@ def _has_block_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
         and n % _ALIGNMENT == k % BLOCK == 0
         and x.shape[0] > 0
         and is_hopper(x.device)
+        and _knows_blocks()
     )
 
 
@@ -187,7 +188,8 @@ def _block_product(x: Tensor, matrix: QuantisedMatrix) -> Tensor:
 
     numbers, scales = rounded_for_blocks(x, matrix.rounding)
     # The library wants the scales of a row of blocks in whole 16 bytes.
-    of_matrix = pad(matrix.scales, (0, -matrix.scales.shape[1] % 4))
+    missing = -matrix.scales.shape[1] % 4
+    of_matrix = pad(matrix.scales, (0, missing)) if missing else matrix.scales
     y = scaled_mm(
         numbers,
         matrix.data.t(),
@@ -203,3 +205,10 @@ def _block_product(x: Tensor, matrix: QuantisedMatrix) -> Tensor:
 @cache
 def _is_new_enough(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def _knows_blocks() -> bool:
+    """Returns whether torch was built with a library that multiplies blocks: CUDA 12.9 or later."""
+    found = torch.version.cuda
+    return found is not None and tuple(int(part) for part in found.split(".")[:2]) >= (12, 9)

@@ -63,7 +63,7 @@ def _own_quotients(v, scale):
         )
         inverse = tl.zeros_like(v) + reciprocal
         near = v * inverse
-        return tl.fma(tl.fma(-near, tl.zeros_like(v) + scale, v), inverse, near)
+        return tl.fma(tl.fma(near, tl.zeros_like(v) - scale, v), inverse, near)
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def _round_kernel(
         tl.store(numbers_ptr + row * columns + start + k, number, mask=inside)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit(do_not_specialize=["columns", "stride_scale_group"])
 def _round_groups_kernel(
     # [T, K] float16 or e4m3; SCALED: any type
     numbers_ptr,
