@@ -15,6 +15,7 @@ from hydraspec_kernels.runtime.gluon_kernel import load_tile
 
 GROUP_QUERIES = gl.constexpr(tiling.WGMMA_ROWS)
 MAX_SPLITS = gl.constexpr(tiling.MAX_SPLITS)
+SHARES_OF_LONG = gl.constexpr(tiling.SHARES_OF_LONG)
 CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memory
 
 
@@ -73,10 +74,10 @@ def find_keys(
 def share_keys(first, limit, split, splits, N: gl.constexpr):
     """First key and end of the keys that a split reads: whole tiles of N, but for the last one.
 
-    A tile has more than MAX_SPLITS splits only if each of them has four tiles of keys.
+    A tile has more than MAX_SPLITS splits only if each has SHARES_OF_LONG tiles of keys.
     """
     all_keys = gl.maximum(limit - first, 0)
-    least = gl.minimum(gl.cdiv(all_keys, MAX_SPLITS), 4 * N)
+    least = gl.minimum(gl.cdiv(all_keys, MAX_SPLITS), SHARES_OF_LONG * N)
     share = gl.cdiv(gl.maximum(gl.cdiv(all_keys, splits), least), N) * N
     first += split * share
     return first, gl.minimum(limit, first + share)

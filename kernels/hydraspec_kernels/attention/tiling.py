@@ -23,6 +23,7 @@ MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 # Of the fused and the prefill kernel, where sequences are long: each split then has four times the
 # least number of keys.
 MAX_LONG_SPLITS = 64
+SHARES_OF_LONG = 4  # least shares of keys, or tiles, of a split where there are many
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
@@ -182,7 +183,7 @@ def most_splits(shape: GroupShape, cut: Tiling, max_rows: int, max_keys: int) ->
     """
     if shape.window is not None:
         max_keys = min(max_keys, shape.window + max_rows - 1)
-    return max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (4 * least_share(shape, cut))))
+    return _most_splits(max_keys, least_share(shape, cut))
 
 
 def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
@@ -281,13 +282,18 @@ def tiles_of_few(shape: GroupShape, max_rows: int) -> int:
     return -(-queries_of(shape, max_rows) // prefill_tiling(shape).m)
 
 
+def _most_splits(max_keys: int, share: int) -> int:
+    """Splits of max_keys keys at most: above MAX_SPLITS, each has SHARES_OF_LONG shares of keys."""
+    return max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (SHARES_OF_LONG * share)))
+
+
 def prefill_splits(shape: GroupShape, max_rows: int, num_requests: int, max_keys: int) -> int:
     """Number of splits of a tile's keys in the prefill kernel, for sequences of up to max_keys
     keys; 1 with many rows per request."""
     tiles = tiles_of_few(shape, max_rows)
     if not tiles:
         return 1
-    most = max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (4 * prefill_tiling(shape).n)))
+    most = _most_splits(max_keys, prefill_tiling(shape).n)
     return _splits(num_requests * shape.num_kv_heads * tiles, most)
 
 
