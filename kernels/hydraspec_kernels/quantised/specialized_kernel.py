@@ -1,10 +1,10 @@
 """Rounded rows times an FP8 matrix on Hopper's FP8 tensor cores, warp-specialised: one warp copies.
 
-As `linear.specialized_kernel`, whose copying warp runs here too: a program owns R0 + R1 + R2 rows
-of the matrix, which share a tile of x [BM, 128] as their left operand. Each four of the other warps
-multiply 64 rows of x. Tensor cores sum FP8 products with some 14 bits, so every step of 128 columns
-is a sum of its own, which is scaled and added in float32. Gluon has no interpreter: only tests on
-the device run this.
+A program owns R0 + R1 + R2 rows of the matrix, powers of two, and each four of its other warps
+multiply them, 64 at a time as the left operand, with up to 64 rows of x. Rows of the matrix that
+are missing from the last 64 are zeros, which take the least power. Tensor cores sum FP8 products
+with some 14 bits, so every step of 128 columns is a sum of its own, which is scaled and added in
+float32. Gluon has no interpreter: only tests on the device run this.
 """
 
 from __future__ import annotations
@@ -21,48 +21,100 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS, copy_steps, store_sums
-from hydraspec_kernels.quantised.plan import STEP, SpecializedTiles
+from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS
+from hydraspec_kernels.quantised.plan import STEP, UNIT_ROWS, SpecializedTiles
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows
-from hydraspec_kernels.runtime.gluon_kernel import start_next, wait_for_inputs
+from hydraspec_kernels.runtime.gluon_kernel import (
+    load_tile,
+    start_next,
+    view_tiles,
+    wait_for_inputs,
+)
 from hydraspec_kernels.runtime.launch import NUM_SMS
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
-ROWS_OF_WARPS = gl.constexpr(64)  # of x, which four warps multiply
-SECOND_REGISTERS = gl.constexpr(224)  # of a thread of the warps with rows 64 to 127
+ROWS = gl.constexpr(UNIT_ROWS)  # of the matrix, which four warps multiply at once
+SECOND_REGISTERS = gl.constexpr(224)  # of a thread of the warps with rows 64 to 127 of x
 
 
 @gluon.jit
-def _block_scales(
-    scales, n, k, N, stride_scales, R: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Scales of step k of the one or two blocks in which R rows of the matrix lie, at most ROWS."""
-    if BLOCKS:
-        last = gl.minimum(n + R, N) - 1
-        first = gl.load(scales + n // ROWS * stride_scales + k)
-        second = gl.load(scales + last // ROWS * stride_scales + k)
-    else:
-        first, second = 1.0, 1.0
-    return first, second
-
-
-@gluon.jit
-def _add_step(
-    y, part, x_scale, first, second, n,
-    R: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+def _copy_rows(
+    weight_0, weight_1, weight_2, ws, slot, filled, n, k,
+    R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
-    """y + part, scaled where rows of x or blocks of the matrix have a scale for the step."""
-    LAYOUT: gl.constexpr = y.type.layout
+    """Starts copying step k of rows n to n + R0 + R1 + R2 of the matrix into a slot."""
+    TILES: gl.constexpr = ws.layout
+    at = slot * UNITS
+    if R0 > ROWS:
+        load_tile(weight_0, [n, k], filled, view_tiles(ws.index(at), 1, R0, BK, TILES).index(0))
+    else:
+        load_tile(weight_0, [n, k], filled, ws.index(at).slice(0, R0))
+    if R1:
+        to = ws.index(at + R0 // ROWS)
+        load_tile(weight_1, [n + R0, k], filled, to.slice(R0 % ROWS, R1))
+    if R2:
+        to = ws.index(at + (R0 + R1) // ROWS)
+        load_tile(weight_2, [n + R0 + R1, k], filled, to.slice((R0 + R1) % ROWS, R2))
+
+
+@gluon.jit
+def _copy_steps(
+    x, weight_0, weight_1, weight_2, xs, ws, filled, free, m, low, steps, tiles,
+    R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The program of the copying warp: copies all steps of all tiles, as slots become free."""
+    R: gl.constexpr = R0 + R1 + R2
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    total = gl.cdiv(tiles - program, programs) * steps
+    first = gl.minimum(total, STAGES)
+    for i in range(first):
+        n, k, at = (program + i // steps * programs) * R, (low + i % steps) * BK, filled.index(i)
+        mbarrier.expect(at, BYTES)
+        _copy_rows(weight_0, weight_1, weight_2, ws, i, at, n, k, R0, R1, R2, UNITS, BK)
+    wait_for_inputs(PDL)
+    for i in range(first):
+        load_tile(x, [m, (low + i % steps) * BK], filled.index(i), xs.index(i))
+    slot = 0
+    phase = 0
+    for i in range(first, total):
+        n, k, at = (program + i // steps * programs) * R, (low + i % steps) * BK, filled.index(slot)
+        mbarrier.wait(free.index(slot), phase)
+        mbarrier.expect(at, BYTES)
+        _copy_rows(weight_0, weight_1, weight_2, ws, slot, at, n, k, R0, R1, R2, UNITS, BK)
+        load_tile(x, [m, k], at, xs.index(slot))
+        slot += 1
+        phase = gl.where(slot == STAGES, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES, 0, slot)
+
+
+@gluon.jit
+def _row_scales(
+    scales, n, k, N, stride_scales, LAYOUT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Scales [64] of step k of rows of the matrix from n on, which lie in at most two blocks of
+    SHARED rows; 1 for all if blocks have none."""
     if BLOCKS:
-        column = n + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
-        of_column = gl.where(column // ROWS == n // ROWS, first, second)
+        first, last = gl.minimum(n, N - 1) // SHARED, gl.minimum(n + ROWS, N) - 1
+        row = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        one = gl.load(scales + first * stride_scales + k)
+        other = gl.load(scales + last // SHARED * stride_scales + k)
+        return gl.where(row // SHARED == first, one, other)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def _add_step(y, part, x_scale, row_scale, BLOCKS: gl.constexpr, GROUPS: gl.constexpr):
+    """y + part [64, BM], scaled where rows of x or blocks of the matrix have a scale for the step.
+    """
+    if BLOCKS:
         if GROUPS:
-            x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, LAYOUT))
-            y += part * (x_scale[:, None] * of_column[None, :])
+            y += part * (x_scale[None, :] * row_scale[:, None])
         else:
-            y += part * of_column[None, :]
+            y += part * row_scale[:, None]
     elif GROUPS:
-        y += part * gl.convert_layout(x_scale, gl.SliceLayout(1, LAYOUT))[:, None]
+        y += part * x_scale[None, :]
     else:
         y += part
     return y
@@ -71,85 +123,91 @@ def _add_step(
 @gluon.jit
 def _finish(
     out, y, x_scales, scales, n0, m0, M, N, stride_scales,
-    R: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+    R: gl.constexpr, BM: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Scales y [64, R] by row and by column, if those were not scales of steps, and stores it."""
+    """Scales y [64, BM] by row and by column, if those were not scales of steps, and stores its
+    first R rows to columns from n0, in rows from m0, of this program's range of K of out."""
     LAYOUT: gl.constexpr = y.type.layout
     if not BLOCKS:
-        n = n0 + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
-        y = y * gl.load(scales + n // ROWS * stride_scales, mask=n < N, other=0.0)[None, :]
+        n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        y = y * gl.load(scales + n // SHARED * stride_scales, mask=n < N, other=0.0)[:, None]
     if not GROUPS:
-        m = m0 + gl.arange(0, ROWS_OF_WARPS, gl.SliceLayout(1, LAYOUT))
-        y = y * gl.load(x_scales + m, mask=m < M, other=0.0)[:, None]
-    store_sums(out, y, n0, m0, M, N, R, ROWS_OF_WARPS)
+        m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
+        y = y * gl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
+    v = y.to(out.dtype.element_ty)
+    if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes per thread
+        v = gl.convert_layout(v, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+    STORED: gl.constexpr = v.type.layout
+    of_unit = gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, STORED))
+    to = (gl.program_id(1).to(gl.int64) * M + m)[None, :] * N + (n0 + of_unit)[:, None]
+    real = ((of_unit < R) & (n0 + of_unit < N))[:, None] & (m < M)[None, :]
+    gl.store(out + to, v, mask=real)
 
 
 @gluon.jit
 def _multiply(
-    out, x_scales, scales, xs, w0, w1, w2, filled, free, m0, M, N, groups, stride_scales, low,
-    steps, tiles,
-    FIRST: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr,
-    STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+    out, x_scales, scales, xs, ws, filled, free, m0, M, N, groups, stride_scales, low, steps, tiles,
+    FIRST: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """The program of four multiplying warps, which have the 64 rows of a tile of x from FIRST on,
-    16 each.
-    """
-    BM: gl.constexpr = ROWS_OF_WARPS
-    L0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R0, 32])
-    L1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R1 if R1 else 8, 32])
-    L2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R2 if R2 else 8, 32])
+    """The program of four multiplying warps, which have BM rows of a tile of x from FIRST on."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     m0 += FIRST
-    m = m0 + gl.arange(0, BM, gl.SliceLayout(1, L0))
-    x_at = x_scales + m * groups + low
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, L))
+    x_at = m * groups + low
     wait_for_inputs(PDL)
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n = tile * (R0 + R1 + R2)
-        y0 = gl.zeros((BM, R0), gl.float32, L0)
-        y1 = gl.zeros((BM, R1 if R1 else 8), gl.float32, L1)
-        y2 = gl.zeros((BM, R2 if R2 else 8), gl.float32, L2)
+        n = tile * R
+        y0 = gl.zeros((ROWS, BM), gl.float32, L)
+        y1 = gl.zeros((ROWS, BM), gl.float32, L)
+        y2 = gl.zeros((ROWS, BM), gl.float32, L)
         for i in range(steps):
-            k = low + i
-            x_scale = gl.load(x_at + i, mask=m < M, other=0.0) if GROUPS else 0.0
-            a0, b0 = _block_scales(scales, n, k, N, stride_scales, R0, ROWS, BLOCKS)
-            if R1:
-                a1, b1 = _block_scales(scales, n + R0, k, N, stride_scales, R1, ROWS, BLOCKS)
-            if R2:
-                a2, b2 = _block_scales(scales, n + R0 + R1, k, N, stride_scales, R2, ROWS, BLOCKS)
+            k, at = low + i, slot * UNITS
+            x_scale = gl.load(x_scales + (x_at + i), mask=m < M, other=0.0) if GROUPS else 0.0
+            s0 = _row_scales(scales, n, k, N, stride_scales, L, SHARED, BLOCKS)
+            if UNITS > 1:
+                s1 = _row_scales(scales, n + ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
+            if UNITS > 2:
+                s2 = _row_scales(scales, n + 2 * ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
             mbarrier.wait(filled.index(slot), phase)
-            v = xs.index(slot).slice(FIRST, BM)
-            p0 = warpgroup_mma(v, w0.index(slot).permute((1, 0)), y0, use_acc=False, is_async=True)
-            if R1:
-                p1 = warpgroup_mma(
-                    v, w1.index(slot).permute((1, 0)), y1, use_acc=False, is_async=True
-                )
-            if R2:
-                p2 = warpgroup_mma(
-                    v, w2.index(slot).permute((1, 0)), y2, use_acc=False, is_async=True
-                )
+            v = xs.index(slot).slice(FIRST, BM).permute((1, 0))
+            p0 = warpgroup_mma(ws.index(at), v, y0, use_acc=False, is_async=True)
+            if UNITS > 1:
+                p1 = warpgroup_mma(ws.index(at + 1), v, y1, use_acc=False, is_async=True)
+            if UNITS > 2:
+                p2 = warpgroup_mma(ws.index(at + 2), v, y2, use_acc=False, is_async=True)
                 p0, p1, p2 = warpgroup_mma_wait(0, deps=(p0, p1, p2))
-            elif R1:
+            elif UNITS > 1:
                 p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
             else:
                 p0 = warpgroup_mma_wait(0, deps=(p0,))
             mbarrier.arrive(free.index(slot), count=1)
-            y0 = _add_step(y0, p0, x_scale, a0, b0, n, R0, ROWS, BLOCKS, GROUPS)
-            if R1:
-                y1 = _add_step(y1, p1, x_scale, a1, b1, n + R0, R1, ROWS, BLOCKS, GROUPS)
-            if R2:
-                y2 = _add_step(y2, p2, x_scale, a2, b2, n + R0 + R1, R2, ROWS, BLOCKS, GROUPS)
+            y0 = _add_step(y0, p0, x_scale, s0, BLOCKS, GROUPS)
+            if UNITS > 1:
+                y1 = _add_step(y1, p1, x_scale, s1, BLOCKS, GROUPS)
+            if UNITS > 2:
+                y2 = _add_step(y2, p2, x_scale, s2, BLOCKS, GROUPS)
             slot += 1
             phase = gl.where(slot == STAGES, phase ^ 1, phase)
             slot = gl.where(slot == STAGES, 0, slot)
-        _finish(out, y0, x_scales, scales, n, m0, M, N, stride_scales, R0, ROWS, BLOCKS, GROUPS)
-        if R1:
-            n += R0
-            _finish(out, y1, x_scales, scales, n, m0, M, N, stride_scales, R1, ROWS, BLOCKS, GROUPS)
-        if R2:
-            n += R1
-            _finish(out, y2, x_scales, scales, n, m0, M, N, stride_scales, R2, ROWS, BLOCKS, GROUPS)
+        _finish(
+            out, y0, x_scales, scales, n, m0, M, N, stride_scales, R, BM, SHARED, BLOCKS, GROUPS
+        )
+        if UNITS > 1:
+            _finish(
+                out, y1, x_scales, scales, n + ROWS, m0, M, N, stride_scales,
+                R - ROWS, BM, SHARED, BLOCKS, GROUPS,
+            )  # fmt: skip
+        if UNITS > 2:
+            _finish(
+                out, y2, x_scales, scales, n + 2 * ROWS, m0, M, N, stride_scales,
+                R - 2 * ROWS, BM, SHARED, BLOCKS, GROUPS,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -164,54 +222,51 @@ def _specialized_kernel(
     weight_0,
     weight_1,
     weight_2,
-    # [R, C] float32
+    # [R, C] float32, of SHARED rows each
     scales,
     M, N, K, groups, stride_scales,
-    BM: gl.constexpr, XM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUPS: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
+    UNITS: gl.constexpr = (R + ROWS - 1) // ROWS
+    BYTES: gl.constexpr = BK * (BM + R)
     split, splits = gl.program_id(1), gl.num_programs(1)
     all_steps = gl.cdiv(K, BK)
     low = split * all_steps // splits
     steps = (split + 1) * all_steps // splits - low
     tiles, m = gl.cdiv(N, R), gl.program_id(2) * BM
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    w0 = gl.allocate_shared_memory(x.dtype, [STAGES, R0, BK], x.layout)
-    w1, w2 = w0, w0
-    if R1:
-        w1 = gl.allocate_shared_memory(x.dtype, [STAGES, R1, BK], x.layout)
-    if R2:
-        w2 = gl.allocate_shared_memory(x.dtype, [STAGES, R2, BK], x.layout)
+    ws = gl.allocate_shared_memory(x.dtype, [STAGES * UNITS, ROWS, BK], x.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=BM // ROWS_OF_WARPS)
-    if XM < BM:  # rows that are not copied stay zero, which takes the least power
+        mbarrier.init(free.index(i), count=(BM + 63) // 64)
+    if R % ROWS:
         ZEROS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        zeros = gl.zeros([BM, BK], gl.float32, ZEROS).to(x.dtype)
+        zeros = gl.zeros([ROWS, BK], gl.float32, ZEROS).to(x.dtype)
         for i in gl.static_range(STAGES):
-            xs.index(i).store(zeros)
+            ws.index(i * UNITS + UNITS - 1).store(zeros)
     fence_async_shared()
-    if BM == ROWS_OF_WARPS:
+    if BM <= 64:
         gl.warp_specialize(
             [
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, w0, w1, w2, filled, free, m, M, N, groups,
+                        out, x_scales, scales, xs, ws, filled, free, m, M, N, groups,
                         stride_scales, low, steps, tiles,
-                        0, R0, R1, R2, STAGES, ROWS, BLOCKS, GROUPS, PDL,
+                        0, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
-                    copy_steps,
+                    _copy_steps,
                     (
-                        x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
-                        steps, tiles, R0, R1, R2, BK, STAGES, 1, XM, BK * (XM + R), PDL,
+                        x, weight_0, weight_1, weight_2, xs, ws, filled, free, m, low, steps, tiles,
+                        R0, R1, R2, UNITS, BK, STAGES, BYTES, PDL,
                     ),
                 ),
             ],
@@ -224,24 +279,24 @@ def _specialized_kernel(
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, w0, w1, w2, filled, free, m, M, N, groups,
+                        out, x_scales, scales, xs, ws, filled, free, m, M, N, groups,
                         stride_scales, low, steps, tiles,
-                        0, R0, R1, R2, STAGES, ROWS, BLOCKS, GROUPS, PDL,
+                        0, BM // 2, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, w0, w1, w2, filled, free, m, M, N, groups,
+                        out, x_scales, scales, xs, ws, filled, free, m, M, N, groups,
                         stride_scales, low, steps, tiles,
-                        ROWS_OF_WARPS, R0, R1, R2, STAGES, ROWS, BLOCKS, GROUPS, PDL,
+                        BM // 2, BM // 2, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
-                    copy_steps,
+                    _copy_steps,
                     (
-                        x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
-                        steps, tiles, R0, R1, R2, BK, STAGES, 1, XM, BK * (XM + R), PDL,
+                        x, weight_0, weight_1, weight_2, xs, ws, filled, free, m, low, steps, tiles,
+                        R0, R1, R2, UNITS, BK, STAGES, BYTES, PDL,
                     ),
                 ),
             ],
@@ -268,19 +323,18 @@ def specialized_product(
     programs, blocks = triton.cdiv(n, sum(columns)), triton.cdiv(count, tiles.m)
     _specialized_kernel[min(programs, NUM_SMS), tiles.splits, blocks](
         out,
-        TensorDescriptor.from_tensor(rows.padded, [tiles.copied, STEP], layout),
+        TensorDescriptor.from_tensor(rows.padded, [tiles.m, STEP], layout),
         scales,
         *(*weights, *[None] * missing),
         matrix.scales,
         *(count, n, matrix.width, scales.shape[1], matrix.scales.stride(0)),
         BM=tiles.m,
-        XM=tiles.copied,
         R0=columns[0],
         R1=columns[1],
         R2=columns[2],
         BK=STEP,
         STAGES=tiles.stages,
-        ROWS=matrix.rows,
+        SHARED=matrix.rows,
         BLOCKS=matrix.scales.shape[-1] > 1,
         GROUPS=matrix.rounding.kind == "group",
         num_warps=4,
