@@ -26,7 +26,7 @@ for m, columns, stages, registers, by_step, partials in json.loads(sys.argv[1]):
     layout = gl.NVMMASharedLayout.get_default_for([m, 128], gl.float8e4nv)
     types, fixed = weights("weight_", columns, f"fp8e4nv[{{}}, 128],{layout!r}")
     types |= {"out": "*fp32" if partials else "*bf16", "x_scales": "*fp32", "scales": "*fp32"}
-    types |= dict.fromkeys(("M", "N", "K", "groups", "stride_scales"), "i32")
+    types |= dict.fromkeys(("M", "N", "K", "stride_scales"), "i32")
     types["x"] = f"tensordesc<fp8e4nv[{m}, 128],{layout!r}>"
     fixed |= {"BM": m, "BK": 128, "STAGES": stages, "PDL": True}
     fixed |= {"SHARED": 128 if by_step else 1, "BLOCKS": by_step, "GROUPS": by_step}

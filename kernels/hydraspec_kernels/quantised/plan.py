@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from hydraspec_kernels.quantised.lanes import COLUMNS, SCALED
-from hydraspec_kernels.quantised.records import QuantisedMatrix
+from hydraspec_kernels.quantised.records import MOST_ROWS, QuantisedMatrix
 from hydraspec_kernels.quantised.reference import E4M3, PER_INT32
 from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
 
-MOST_ROWS = 128
 LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
 UNIT_ROWS = 64  # of a matrix, which the warp-specialised kernel multiplies at once
 STEP = 128  # columns of a step of the warp-specialised kernel: those of a block of scales

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS
+from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP
 from hydraspec_kernels.quantised.plan import STEP, UNIT_ROWS, SpecializedTiles
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows
 from hydraspec_kernels.runtime.gluon_kernel import (
@@ -134,7 +135,7 @@ def _finish(
         y = y * gl.load(scales + n // SHARED * stride_scales, mask=n < N, other=0.0)[:, None]
     if not GROUPS:
         m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
-        y = y * gl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
+        y = y * gl.load(x_scales + m)[None, :]
     v = y.to(out.dtype.element_ty)
     if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes per thread
         v = gl.convert_layout(v, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
@@ -148,7 +149,7 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    out, x_scales, scales, xs, ws, filled, free, m0, M, N, groups, stride_scales, low, steps, tiles,
+    out, x_scales, scales, xs, ws, filled, free, m0, M, N, stride_scales, low, steps, tiles,
     FIRST: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr,
     STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -156,8 +157,7 @@ def _multiply(
     """The program of four multiplying warps, which have BM rows of a tile of x from FIRST on."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
     m0 += FIRST
-    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, L))
-    x_at = m * groups + low
+    x_at = x_scales + m0 + gl.arange(0, BM, gl.SliceLayout(0, L))
     wait_for_inputs(PDL)
     slot = 0
     phase = 0
@@ -168,7 +168,7 @@ def _multiply(
         y2 = gl.zeros((ROWS, BM), gl.float32, L)
         for i in range(steps):
             k, at = low + i, slot * UNITS
-            x_scale = gl.load(x_scales + (x_at + i), mask=m < M, other=0.0) if GROUPS else 0.0
+            x_scale = gl.load(x_at + k * NEXT_GROUP) if GROUPS else 0.0
             s0 = _row_scales(scales, n, k, N, stride_scales, L, SHARED, BLOCKS)
             if UNITS > 1:
                 s1 = _row_scales(scales, n + ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
@@ -181,15 +181,14 @@ def _multiply(
                 p1 = warpgroup_mma(ws.index(at + 1), v, y1, use_acc=False, is_async=True)
             if UNITS > 2:
                 p2 = warpgroup_mma(ws.index(at + 2), v, y2, use_acc=False, is_async=True)
-                p0, p1, p2 = warpgroup_mma_wait(0, deps=(p0, p1, p2))
-            elif UNITS > 1:
-                p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
-            else:
-                p0 = warpgroup_mma_wait(0, deps=(p0,))
-            mbarrier.arrive(free.index(slot), count=1)
+            p0 = warpgroup_mma_wait(UNITS - 1, deps=(p0,))
             y0 = _add_step(y0, p0, x_scale, s0, BLOCKS, GROUPS)
             if UNITS > 1:
+                p1 = warpgroup_mma_wait(UNITS - 2, deps=(p1,))
                 y1 = _add_step(y1, p1, x_scale, s1, BLOCKS, GROUPS)
+            if UNITS > 2:
+                p2 = warpgroup_mma_wait(0, deps=(p2,))
+            mbarrier.arrive(free.index(slot), count=1)
             if UNITS > 2:
                 y2 = _add_step(y2, p2, x_scale, s2, BLOCKS, GROUPS)
             slot += 1
@@ -216,7 +215,7 @@ def _specialized_kernel(
     out,
     # [M or more, K] e4m3 in tiles [BM, 128]
     x,
-    # [M, groups] float32
+    # [groups, NEXT_GROUP] float32
     x_scales,
     # [N, K] e4m3 in tiles [R0, 128], [R1, 128] and [R2, 128]
     weight_0,
@@ -224,7 +223,7 @@ def _specialized_kernel(
     weight_2,
     # [R, C] float32, of SHARED rows each
     scales,
-    M, N, K, groups, stride_scales,
+    M, N, K, stride_scales,
     BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -257,8 +256,8 @@ def _specialized_kernel(
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, ws, filled, free, m, M, N, groups,
-                        stride_scales, low, steps, tiles,
+                        out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
+                        low, steps, tiles,
                         0, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
@@ -279,16 +278,16 @@ def _specialized_kernel(
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, ws, filled, free, m, M, N, groups,
-                        stride_scales, low, steps, tiles,
+                        out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
+                        low, steps, tiles,
                         0, BM // 2, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, ws, filled, free, m, M, N, groups,
-                        stride_scales, low, steps, tiles,
+                        out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
+                        low, steps, tiles,
                         BM // 2, BM // 2, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
@@ -310,8 +309,8 @@ def specialized_product(
 ) -> Tensor:
     """Product [T, N] of rounded rows with the matrix, in the dtype that they had, or partial sums
     [S, T, N] in float32 where the tiles split K."""
-    numbers, scales = rows.numbers, rows.scales
-    count, n = numbers.shape[0], matrix.data.shape[0]
+    numbers, scales = rows.padded, rows.by_group
+    count, n = rows.count, matrix.data.shape[0]
     if tiles.splits > 1:
         out = scales.new_empty(tiles.splits, count, n)
     else:
@@ -323,11 +322,11 @@ def specialized_product(
     programs, blocks = triton.cdiv(n, sum(columns)), triton.cdiv(count, tiles.m)
     _specialized_kernel[min(programs, NUM_SMS), tiles.splits, blocks](
         out,
-        TensorDescriptor.from_tensor(rows.padded, [tiles.m, STEP], layout),
+        TensorDescriptor.from_tensor(numbers, [tiles.m, STEP], layout),
         scales,
         *(*weights, *[None] * missing),
         matrix.scales,
-        *(count, n, matrix.width, scales.shape[1], matrix.scales.stride(0)),
+        *(count, n, matrix.width, matrix.scales.stride(0)),
         BM=tiles.m,
         R0=columns[0],
         R1=columns[1],
