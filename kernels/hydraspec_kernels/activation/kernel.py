@@ -67,7 +67,8 @@ def gated_activation_kernel(
     if GROUP:
         out, scale = rounded_row(out.to(tl.float32), GROUP, LEAST, MOST, BLOCK)
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales_ptr + group * NEXT_GROUP + row, scale, mask=group < tl.cdiv(inner, GROUP))
+        groups = tl.cdiv(inner, GROUP)
+        tl.store(scales_ptr + group * NEXT_GROUP + row, scale, mask=group < groups)
     tl.store(out_ptr + row * inner + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 

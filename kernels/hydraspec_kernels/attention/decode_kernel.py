@@ -114,9 +114,9 @@ def _clear_rest(
     if ROUNDED:
         N: tl.constexpr = GROUP * HEAD_DIM // ROUNDED
         row = tl.arange(0, NEXT_GROUP)
-        mask = (row >= first_row) & (row < stop_row)
+        zeros, mask = tl.zeros([NEXT_GROUP], tl.float32), (row >= first_row) & (row < stop_row)
         for group in range(kv_head * N, (kv_head + 1) * N):
-            tl.store(scales + group * NEXT_GROUP + row, tl.zeros_like(row).to(tl.float32), mask=mask)
+            tl.store(scales + group * NEXT_GROUP + row, zeros, mask=mask)
 
 
 @triton.jit(

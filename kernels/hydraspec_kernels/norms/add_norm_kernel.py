@@ -85,7 +85,8 @@ def add_norm_kernel(
         if ROUNDS:
             y, scale = rounded_row(y.to(tl.float32), GROUP, LEAST, MOST, WIDTH)
             group = tl.arange(0, WIDTH // GROUP)
-            tl.store(scales_ptr + group * NEXT_GROUP + row, scale, mask=group < tl.cdiv(width, GROUP))
+            groups = tl.cdiv(width, GROUP)
+            tl.store(scales_ptr + group * NEXT_GROUP + row, scale, mask=group < groups)
         tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 

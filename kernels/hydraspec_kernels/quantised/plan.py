@@ -29,7 +29,7 @@ class SpecializedTiles:
     """A specialisation of the warp-specialised kernel and its grid."""
 
     m: int  # rows of x a program multiplies: 8, 16, 32, 64 or 128
-    columns: tuple[int, ...]  # rows of the matrix that are copied at once: up to three powers of two
+    columns: tuple[int, ...]  # rows of the matrix, per copy: up to three powers of two
     stages: int  # steps in flight
     splits: int  # programs that share K
     registers: int | None  # of a thread, on average; None: no limit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 MOST_ROWS = 128  # of x, in a product of few rows
 
+
 @dataclass(slots=True, frozen=True)
 class Rounding:
     """How rows [..., K] are rounded to e4m3 numbers times float32 scales."""

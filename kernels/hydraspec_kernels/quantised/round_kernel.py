@@ -261,6 +261,7 @@ def rounded_in_type(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> Ten
 def empty_rounded(rows: int, columns: int, rounding: Rounding, before: Tensor) -> RoundedRows:
     """Memory of up to MOST_ROWS rounded rows of `columns` numbers; `before` has their type before,
     and their device."""
+    assert rows <= MOST_ROWS, f"{rows} rows"
     by_group = torch.empty(
         _num_groups(columns, rounding), MOST_ROWS, dtype=torch.float32, device=before.device
     )

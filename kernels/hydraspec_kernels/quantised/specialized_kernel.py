@@ -107,8 +107,7 @@ def _row_scales(
 
 @gluon.jit
 def _add_step(y, part, x_scale, row_scale, BLOCKS: gl.constexpr, GROUPS: gl.constexpr):
-    """y + part [64, BM], scaled where rows of x or blocks of the matrix have a scale for the step.
-    """
+    """y + part [64, BM], scaled if rows of x or blocks of the matrix have a scale for the step."""
     if BLOCKS:
         if GROUPS:
             y += part * (x_scale[None, :] * row_scale[:, None])
