@@ -1,8 +1,8 @@
 """Rounded rows times an FP8 matrix on Hopper's FP8 tensor cores, warp-specialised: one warp copies.
 
-A program owns R0 + R1 + R2 rows of the matrix, powers of two, and each four of its other warps
-multiply them, 64 at a time as the left operand, with up to 64 rows of x. Rows of the matrix that
-are missing from the last 64 are zeros, which take the least power. Tensor cores sum FP8 products
+A program owns R0 + R1 + R2 rows of the matrix, powers of two. Its other warps multiply them with up
+to 128 rows of x, in units of 64 as the left operand: few rows of x take little power, and so do the
+zeros that fill the last unit. Tensor cores sum FP8 products
 with some 14 bits, so every step of 128 columns is a sum of its own, which is scaled and added in
 float32. Gluon has no interpreter: only tests on the device run this.
 """
@@ -35,7 +35,7 @@ from hydraspec_kernels.runtime.launch import NUM_SMS
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
 ROWS = gl.constexpr(UNIT_ROWS)  # of the matrix, which four warps multiply at once
-SECOND_REGISTERS = gl.constexpr(224)  # of a thread of the warps with rows 64 to 127 of x
+SECOND_REGISTERS = gl.constexpr(224)  # of a thread of the second four multiplying warps
 
 
 @gluon.jit
@@ -149,62 +149,63 @@ def _finish(
 @gluon.jit
 def _multiply(
     out, x_scales, scales, xs, ws, filled, free, m0, M, N, stride_scales, low, steps, tiles,
-    FIRST: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr,
-    STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
+    FIRST: gl.constexpr, COUNT: gl.constexpr, BM: gl.constexpr, R: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The program of four multiplying warps, which have BM rows of a tile of x from FIRST on."""
+    """The program of four multiplying warps, which have COUNT units of a tile from FIRST on."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
-    m0 += FIRST
+    MINE: gl.constexpr = R - FIRST * ROWS  # rows of the matrix from the first of these units on
     x_at = x_scales + m0 + gl.arange(0, BM, gl.SliceLayout(0, L))
     wait_for_inputs(PDL)
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n = tile * R
+        n = tile * R + FIRST * ROWS
         y0 = gl.zeros((ROWS, BM), gl.float32, L)
         y1 = gl.zeros((ROWS, BM), gl.float32, L)
         y2 = gl.zeros((ROWS, BM), gl.float32, L)
         for i in range(steps):
-            k, at = low + i, slot * UNITS
+            k, at = low + i, slot * UNITS + FIRST
             x_scale = gl.load(x_at + k * NEXT_GROUP) if GROUPS else 0.0
             s0 = _row_scales(scales, n, k, N, stride_scales, L, SHARED, BLOCKS)
-            if UNITS > 1:
+            if COUNT > 1:
                 s1 = _row_scales(scales, n + ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
-            if UNITS > 2:
+            if COUNT > 2:
                 s2 = _row_scales(scales, n + 2 * ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
             mbarrier.wait(filled.index(slot), phase)
-            v = xs.index(slot).slice(FIRST, BM).permute((1, 0))
+            v = xs.index(slot).permute((1, 0))
             p0 = warpgroup_mma(ws.index(at), v, y0, use_acc=False, is_async=True)
-            if UNITS > 1:
+            if COUNT > 1:
                 p1 = warpgroup_mma(ws.index(at + 1), v, y1, use_acc=False, is_async=True)
-            if UNITS > 2:
+            if COUNT > 2:
                 p2 = warpgroup_mma(ws.index(at + 2), v, y2, use_acc=False, is_async=True)
-            p0 = warpgroup_mma_wait(UNITS - 1, deps=(p0,))
-            y0 = _add_step(y0, p0, x_scale, s0, BLOCKS, GROUPS)
-            if UNITS > 1:
-                p1 = warpgroup_mma_wait(UNITS - 2, deps=(p1,))
-                y1 = _add_step(y1, p1, x_scale, s1, BLOCKS, GROUPS)
-            if UNITS > 2:
-                p2 = warpgroup_mma_wait(0, deps=(p2,))
+                p0, p1, p2 = warpgroup_mma_wait(0, deps=(p0, p1, p2))
+            elif COUNT > 1:
+                p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
+            else:
+                p0 = warpgroup_mma_wait(0, deps=(p0,))
             mbarrier.arrive(free.index(slot), count=1)
-            if UNITS > 2:
+            y0 = _add_step(y0, p0, x_scale, s0, BLOCKS, GROUPS)
+            if COUNT > 1:
+                y1 = _add_step(y1, p1, x_scale, s1, BLOCKS, GROUPS)
+            if COUNT > 2:
                 y2 = _add_step(y2, p2, x_scale, s2, BLOCKS, GROUPS)
             slot += 1
             phase = gl.where(slot == STAGES, phase ^ 1, phase)
             slot = gl.where(slot == STAGES, 0, slot)
         _finish(
-            out, y0, x_scales, scales, n, m0, M, N, stride_scales, R, BM, SHARED, BLOCKS, GROUPS
+            out, y0, x_scales, scales, n, m0, M, N, stride_scales, MINE, BM, SHARED, BLOCKS, GROUPS
         )
-        if UNITS > 1:
+        if COUNT > 1:
             _finish(
                 out, y1, x_scales, scales, n + ROWS, m0, M, N, stride_scales,
-                R - ROWS, BM, SHARED, BLOCKS, GROUPS,
+                MINE - ROWS, BM, SHARED, BLOCKS, GROUPS,
             )  # fmt: skip
-        if UNITS > 2:
+        if COUNT > 2:
             _finish(
                 out, y2, x_scales, scales, n + 2 * ROWS, m0, M, N, stride_scales,
-                R - 2 * ROWS, BM, SHARED, BLOCKS, GROUPS,
+                MINE - 2 * ROWS, BM, SHARED, BLOCKS, GROUPS,
             )  # fmt: skip
 
 
@@ -230,6 +231,7 @@ def _specialized_kernel(
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
     UNITS: gl.constexpr = (R + ROWS - 1) // ROWS
+    HALVES: gl.constexpr = BM > 64 and UNITS > 1  # each four warps have half of the units
     BYTES: gl.constexpr = BK * (BM + R)
     split, splits = gl.program_id(1), gl.num_programs(1)
     all_steps = gl.cdiv(K, BK)
@@ -242,14 +244,14 @@ def _specialized_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=(BM + 63) // 64)
+        mbarrier.init(free.index(i), count=2 if HALVES else 1)
     if R % ROWS:
         ZEROS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         zeros = gl.zeros([ROWS, BK], gl.float32, ZEROS).to(x.dtype)
         for i in gl.static_range(STAGES):
             ws.index(i * UNITS + UNITS - 1).store(zeros)
     fence_async_shared()
-    if BM <= 64:
+    if not HALVES:
         gl.warp_specialize(
             [
                 (
@@ -257,7 +259,7 @@ def _specialized_kernel(
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
-                        0, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        0, UNITS, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
@@ -279,7 +281,7 @@ def _specialized_kernel(
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
-                        0, BM // 2, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        0, UNITS // 2, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
@@ -287,7 +289,7 @@ def _specialized_kernel(
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
-                        BM // 2, BM // 2, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        UNITS // 2, UNITS - UNITS // 2, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
