@@ -288,8 +288,8 @@ def _specialized_kernel(
                     _multiply,
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
-                        low, steps, tiles,
-                        UNITS // 2, UNITS - UNITS // 2, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        low, steps, tiles, UNITS // 2, UNITS - UNITS // 2,
+                        BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
