@@ -16,7 +16,8 @@ from hydraspec_kernels.quantised.reference import E4M3, PER_INT32
 from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
 
 LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
-UNIT_ROWS = 64  # of a matrix, which the warp-specialised kernel multiplies at once
+UNIT_ROWS = 64  # of a matrix, in shared memory of the warp-specialised kernel
+MOST_LEFT_ROWS = 32  # of x, with which the matrix is the left operand
 STEP = 128  # columns of a step of the warp-specialised kernel: those of a block of scales
 SHARED_BYTES = 226 << 10  # of a program, less its barriers
 MOST_COLUMNS = 176  # of a program: its sums and those of a step are in registers

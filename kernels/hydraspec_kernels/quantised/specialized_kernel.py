@@ -1,10 +1,10 @@
 """Rounded rows times an FP8 matrix on Hopper's FP8 tensor cores, warp-specialised: one warp copies.
 
-A program owns R0 + R1 + R2 rows of the matrix, powers of two. Its other warps multiply them with up
-to 128 rows of x, in units of 64 as the left operand: few rows of x take little power, and so do the
-zeros that fill the last unit. Tensor cores sum FP8 products
-with some 14 bits, so every step of 128 columns is a sum of its own, which is scaled and added in
-float32. Gluon has no interpreter: only tests on the device run this.
+A program owns R0 + R1 + R2 rows of the matrix, powers of two, in units of 64; zeros fill the last.
+Each four of its other warps multiply them with up to 64 rows of x. With few rows of x the matrix is
+the left operand, whose products are of 64 rows, so that rows of x that are not there cost nothing.
+Tensor cores sum FP8 products with some 14 bits, so every step of 128 columns is a sum of its own,
+which is scaled and added in float32. Gluon has no interpreter: only tests on the device run this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS
 from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP
-from hydraspec_kernels.quantised.plan import STEP, UNIT_ROWS, SpecializedTiles
+from hydraspec_kernels.quantised.plan import MOST_LEFT_ROWS, STEP, UNIT_ROWS, SpecializedTiles
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows
 from hydraspec_kernels.runtime.gluon_kernel import (
     load_tile,
@@ -34,7 +34,7 @@ from hydraspec_kernels.runtime.gluon_kernel import (
 from hydraspec_kernels.runtime.launch import NUM_SMS
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 
-ROWS = gl.constexpr(UNIT_ROWS)  # of the matrix, which four warps multiply at once
+ROWS = gl.constexpr(UNIT_ROWS)  # of a unit of the matrix, and of x for four warps
 SECOND_REGISTERS = gl.constexpr(224)  # of a thread of the second four multiplying warps
 
 
@@ -90,31 +90,42 @@ def _copy_steps(
 
 
 @gluon.jit
-def _row_scales(
-    scales, n, k, N, stride_scales, LAYOUT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr
+def _load_scales(
+    scales, n, k, N, stride_scales, WIDTH: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr
 ):
-    """Scales [64] of step k of rows of the matrix from n on, which lie in at most two blocks of
-    SHARED rows; 1 for all if blocks have none."""
+    """Scales of step k of the one or two blocks of SHARED rows in which rows n to n + WIDTH of the
+    matrix lie; 1 for all if blocks have none."""
     if BLOCKS:
-        first, last = gl.minimum(n, N - 1) // SHARED, gl.minimum(n + ROWS, N) - 1
-        row = n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        first, last = gl.minimum(n, N - 1) // SHARED, gl.minimum(n + WIDTH, N) - 1
         one = gl.load(scales + first * stride_scales + k)
         other = gl.load(scales + last // SHARED * stride_scales + k)
-        return gl.where(row // SHARED == first, one, other)
     else:
-        return 1.0
+        one, other = 1.0, 1.0
+    return one, other
 
 
 @gluon.jit
-def _add_step(y, part, x_scale, row_scale, BLOCKS: gl.constexpr, GROUPS: gl.constexpr):
-    """y + part [64, BM], scaled if rows of x or blocks of the matrix have a scale for the step."""
+def _add_step(
+    y, part, of_x, one, other, n,
+    LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """y + part, scaled if rows of x (`of_x`) or blocks of the matrix (see `_load_scales`) have a
+    scale for the step. LEFT: the matrix is the left operand, and its rows are the first axis."""
+    OF_X: gl.constexpr = 0 if LEFT else 1
+    OF_ROWS: gl.constexpr = 1 if LEFT else 0
+    LAYOUT: gl.constexpr = y.type.layout
+    WIDTH: gl.constexpr = y.shape[1 - OF_ROWS]
     if BLOCKS:
+        row = n + gl.arange(0, WIDTH, gl.SliceLayout(OF_ROWS, LAYOUT))
+        of_rows = gl.where(row // SHARED == n // SHARED, one, other).expand_dims(OF_ROWS)
         if GROUPS:
-            y += part * (x_scale[None, :] * row_scale[:, None])
+            of_x = gl.convert_layout(of_x, gl.SliceLayout(OF_X, LAYOUT), assert_trivial=True)
+            y += part * (of_x.expand_dims(OF_X) * of_rows)
         else:
-            y += part * row_scale[:, None]
+            y += part * of_rows
     elif GROUPS:
-        y += part * x_scale[None, :]
+        of_x = gl.convert_layout(of_x, gl.SliceLayout(OF_X, LAYOUT), assert_trivial=True)
+        y += part * of_x.expand_dims(OF_X)
     else:
         y += part
     return y
@@ -122,90 +133,130 @@ def _add_step(y, part, x_scale, row_scale, BLOCKS: gl.constexpr, GROUPS: gl.cons
 
 @gluon.jit
 def _finish(
-    out, y, x_scales, scales, n0, m0, M, N, stride_scales,
-    R: gl.constexpr, BM: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    out, y, x_scales, scales, n0, m0, stop, M, N, stride_scales,
+    LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Scales y [64, BM] by row and by column, if those were not scales of steps, and stores its
-    first R rows to columns from n0, in rows from m0, of this program's range of K of out."""
+    """Scales y by row and by column, if those were not scales of steps, and stores it to columns n0
+    to `stop`, in rows from m0, of this program's range of K of out. LEFT: see `_add_step`."""
+    OF_X: gl.constexpr = 0 if LEFT else 1
+    OF_ROWS: gl.constexpr = 1 if LEFT else 0
+    WIDTH: gl.constexpr = y.shape[1 - OF_ROWS]
+    BM: gl.constexpr = y.shape[1 - OF_X]
     LAYOUT: gl.constexpr = y.type.layout
     if not BLOCKS:
-        n = n0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        y = y * gl.load(scales + n // SHARED * stride_scales, mask=n < N, other=0.0)[:, None]
+        n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(OF_ROWS, LAYOUT))
+        of_rows = gl.load(scales + n // SHARED * stride_scales, mask=n < N, other=0.0)
+        y = y * of_rows.expand_dims(OF_ROWS)
     if not GROUPS:
-        m = m0 + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
-        y = y * gl.load(x_scales + m)[None, :]
+        m = m0 + gl.arange(0, BM, gl.SliceLayout(OF_X, LAYOUT))
+        y = y * gl.load(x_scales + m).expand_dims(OF_X)
     v = y.to(out.dtype.element_ty)
     if out.dtype.element_ty.primitive_bitwidth == 16:  # 16 bytes per thread
-        v = gl.convert_layout(v, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+        if LEFT:
+            v = gl.convert_layout(v, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+        else:
+            v = gl.convert_layout(v, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     STORED: gl.constexpr = v.type.layout
-    of_unit = gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-    m = m0 + gl.arange(0, BM, gl.SliceLayout(0, STORED))
-    to = (gl.program_id(1).to(gl.int64) * M + m)[None, :] * N + (n0 + of_unit)[:, None]
-    real = ((of_unit < R) & (n0 + of_unit < N))[:, None] & (m < M)[None, :]
+    n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(OF_ROWS, STORED))
+    m = m0 + gl.arange(0, BM, gl.SliceLayout(OF_X, STORED))
+    to = (gl.program_id(1).to(gl.int64) * M + m).expand_dims(OF_X) * N + n.expand_dims(OF_ROWS)
+    real = (n < gl.minimum(stop, N)).expand_dims(OF_ROWS) & (m < M).expand_dims(OF_X)
     gl.store(out + to, v, mask=real)
 
 
 @gluon.jit
 def _multiply(
     out, x_scales, scales, xs, ws, filled, free, m0, M, N, stride_scales, low, steps, tiles,
-    FIRST: gl.constexpr, COUNT: gl.constexpr, BM: gl.constexpr, R: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
+    FIRST: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
     GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The program of four multiplying warps, which have COUNT units of a tile from FIRST on."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
-    MINE: gl.constexpr = R - FIRST * ROWS  # rows of the matrix from the first of these units on
-    x_at = x_scales + m0 + gl.arange(0, BM, gl.SliceLayout(0, L))
+    """The program of four multiplying warps, which have BM rows of a tile of x from FIRST on.
+
+    Of a tile's rows of the matrix, a first product has 64, or 128 unless they are the left operand
+    (LEFT), and the other products have the others.
+    """
+    TILES: gl.constexpr = ws.layout
+    WIDE: gl.constexpr = ROWS if LEFT or UNITS == 1 else 2 * ROWS
+    NEXT: gl.constexpr = WIDE // ROWS  # units of the first product
+    PARTS: gl.constexpr = UNITS if LEFT else (UNITS + 1) // 2
+    L0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM if LEFT else WIDE, 32])
+    L1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM if LEFT else ROWS, 32])
+    SHAPE_0: gl.constexpr = [ROWS, BM] if LEFT else [BM, WIDE]
+    SHAPE_1: gl.constexpr = [ROWS, BM] if LEFT else [BM, ROWS]
+    m0 += FIRST
+    x_at = x_scales + m0 + gl.arange(0, BM, gl.SliceLayout(0 if LEFT else 1, L0))
     wait_for_inputs(PDL)
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n = tile * R + FIRST * ROWS
-        y0 = gl.zeros((ROWS, BM), gl.float32, L)
-        y1 = gl.zeros((ROWS, BM), gl.float32, L)
-        y2 = gl.zeros((ROWS, BM), gl.float32, L)
+        n0 = tile * R
+        n1, n2, stop = n0 + WIDE, n0 + WIDE + ROWS, n0 + R
+        y0 = gl.zeros(SHAPE_0, gl.float32, L0)
+        y1 = gl.zeros(SHAPE_1, gl.float32, L1)
+        y2 = gl.zeros(SHAPE_1, gl.float32, L1)
+        # Scales are loaded a step ahead, as no step before has read their lines.
+        of_x = gl.load(x_at + low * NEXT_GROUP) if GROUPS else 0.0
+        a0, b0 = _load_scales(scales, n0, low, N, stride_scales, WIDE, SHARED, BLOCKS)
+        if PARTS > 1:
+            a1, b1 = _load_scales(scales, n1, low, N, stride_scales, ROWS, SHARED, BLOCKS)
+        if PARTS > 2:
+            a2, b2 = _load_scales(scales, n2, low, N, stride_scales, ROWS, SHARED, BLOCKS)
         for i in range(steps):
-            k, at = low + i, slot * UNITS + FIRST
-            x_scale = gl.load(x_at + k * NEXT_GROUP) if GROUPS else 0.0
-            s0 = _row_scales(scales, n, k, N, stride_scales, L, SHARED, BLOCKS)
-            if COUNT > 1:
-                s1 = _row_scales(scales, n + ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
-            if COUNT > 2:
-                s2 = _row_scales(scales, n + 2 * ROWS, k, N, stride_scales, L, SHARED, BLOCKS)
+            at, k = slot * UNITS, low + gl.minimum(i + 1, steps - 1)
+            next_of_x = gl.load(x_at + k * NEXT_GROUP) if GROUPS else 0.0
+            c0, d0 = _load_scales(scales, n0, k, N, stride_scales, WIDE, SHARED, BLOCKS)
+            if PARTS > 1:
+                c1, d1 = _load_scales(scales, n1, k, N, stride_scales, ROWS, SHARED, BLOCKS)
+            if PARTS > 2:
+                c2, d2 = _load_scales(scales, n2, k, N, stride_scales, ROWS, SHARED, BLOCKS)
             mbarrier.wait(filled.index(slot), phase)
-            v = xs.index(slot).permute((1, 0))
-            p0 = warpgroup_mma(ws.index(at), v, y0, use_acc=False, is_async=True)
-            if COUNT > 1:
-                p1 = warpgroup_mma(ws.index(at + 1), v, y1, use_acc=False, is_async=True)
-            if COUNT > 2:
-                p2 = warpgroup_mma(ws.index(at + 2), v, y2, use_acc=False, is_async=True)
+            v = xs.index(slot).slice(FIRST, BM)
+            w0 = view_tiles(ws.index(at), 1, WIDE, BK, TILES).index(0)
+            if LEFT:
+                u = v.permute((1, 0))
+                p0 = warpgroup_mma(w0, u, y0, use_acc=False, is_async=True)
+            else:
+                p0 = warpgroup_mma(v, w0.permute((1, 0)), y0, use_acc=False, is_async=True)
+            if PARTS > 1:
+                w1 = ws.index(at + NEXT)
+                if LEFT:
+                    p1 = warpgroup_mma(w1, u, y1, use_acc=False, is_async=True)
+                else:
+                    p1 = warpgroup_mma(v, w1.permute((1, 0)), y1, use_acc=False, is_async=True)
+            if PARTS > 2:
+                p2 = warpgroup_mma(ws.index(at + 2), u, y2, use_acc=False, is_async=True)
                 p0, p1, p2 = warpgroup_mma_wait(0, deps=(p0, p1, p2))
-            elif COUNT > 1:
+            elif PARTS > 1:
                 p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
             else:
                 p0 = warpgroup_mma_wait(0, deps=(p0,))
             mbarrier.arrive(free.index(slot), count=1)
-            y0 = _add_step(y0, p0, x_scale, s0, BLOCKS, GROUPS)
-            if COUNT > 1:
-                y1 = _add_step(y1, p1, x_scale, s1, BLOCKS, GROUPS)
-            if COUNT > 2:
-                y2 = _add_step(y2, p2, x_scale, s2, BLOCKS, GROUPS)
+            y0 = _add_step(y0, p0, of_x, a0, b0, n0, LEFT, SHARED, BLOCKS, GROUPS)
+            a0, b0 = c0, d0
+            if PARTS > 1:
+                y1 = _add_step(y1, p1, of_x, a1, b1, n1, LEFT, SHARED, BLOCKS, GROUPS)
+                a1, b1 = c1, d1
+            if PARTS > 2:
+                y2 = _add_step(y2, p2, of_x, a2, b2, n2, LEFT, SHARED, BLOCKS, GROUPS)
+                a2, b2 = c2, d2
+            of_x = next_of_x
             slot += 1
             phase = gl.where(slot == STAGES, phase ^ 1, phase)
             slot = gl.where(slot == STAGES, 0, slot)
         _finish(
-            out, y0, x_scales, scales, n, m0, M, N, stride_scales, MINE, BM, SHARED, BLOCKS, GROUPS
-        )
-        if COUNT > 1:
+            out, y0, x_scales, scales, n0, m0, stop, M, N, stride_scales,
+            LEFT, SHARED, BLOCKS, GROUPS,
+        )  # fmt: skip
+        if PARTS > 1:
             _finish(
-                out, y1, x_scales, scales, n + ROWS, m0, M, N, stride_scales,
-                MINE - ROWS, BM, SHARED, BLOCKS, GROUPS,
+                out, y1, x_scales, scales, n1, m0, stop, M, N, stride_scales,
+                LEFT, SHARED, BLOCKS, GROUPS,
             )  # fmt: skip
-        if COUNT > 2:
+        if PARTS > 2:
             _finish(
-                out, y2, x_scales, scales, n + 2 * ROWS, m0, M, N, stride_scales,
-                MINE - 2 * ROWS, BM, SHARED, BLOCKS, GROUPS,
+                out, y2, x_scales, scales, n2, m0, stop, M, N, stride_scales,
+                LEFT, SHARED, BLOCKS, GROUPS,
             )  # fmt: skip
 
 
@@ -225,13 +276,12 @@ def _specialized_kernel(
     scales,
     M, N, K, stride_scales,
     BM: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
     UNITS: gl.constexpr = (R + ROWS - 1) // ROWS
-    HALVES: gl.constexpr = BM > 64 and UNITS > 1  # each four warps have half of the units
     BYTES: gl.constexpr = BK * (BM + R)
     split, splits = gl.program_id(1), gl.num_programs(1)
     all_steps = gl.cdiv(K, BK)
@@ -244,14 +294,14 @@ def _specialized_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(free.index(i), count=2 if HALVES else 1)
+        mbarrier.init(free.index(i), count=(BM + ROWS - 1) // ROWS)
     if R % ROWS:
         ZEROS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         zeros = gl.zeros([ROWS, BK], gl.float32, ZEROS).to(x.dtype)
         for i in gl.static_range(STAGES):
             ws.index(i * UNITS + UNITS - 1).store(zeros)
     fence_async_shared()
-    if not HALVES:
+    if BM <= ROWS:
         gl.warp_specialize(
             [
                 (
@@ -259,7 +309,7 @@ def _specialized_kernel(
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
-                        0, UNITS, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        0, BM, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
@@ -281,15 +331,15 @@ def _specialized_kernel(
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
-                        0, UNITS // 2, BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        0, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
-                        low, steps, tiles, UNITS // 2, UNITS - UNITS // 2,
-                        BM, R, UNITS, STAGES, SHARED, BLOCKS, GROUPS, PDL,
+                        low, steps, tiles,
+                        ROWS, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
                     ),
                 ),
                 (
@@ -334,6 +384,7 @@ def specialized_product(
         R2=columns[2],
         BK=STEP,
         STAGES=tiles.stages,
+        LEFT=tiles.m <= MOST_LEFT_ROWS,
         SHARED=matrix.rows,
         BLOCKS=matrix.scales.shape[-1] > 1,
         GROUPS=matrix.rounding.kind == "group",
