@@ -17,12 +17,16 @@ from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding, plan
 SHAPES = (
     (1, 43008, 5376, True, False),
     (32, 5376, 8192, True, True),
+    (64, 43008, 5376, True, False),
+    (64, 16384, 5376, True, False),
+    (128, 16384, 5376, True, False),
     (128, 5376, 21504, False, True),
 )
 COMPILE = """
 import json, sys
 from sm90 import build, weights
 from triton.experimental.gluon import language as gl
+from hydraspec_kernels.quantised.plan import MOST_LEFT_ROWS
 from hydraspec_kernels.quantised.specialized_kernel import _specialized_kernel as kernel
 
 found = []
@@ -32,7 +36,7 @@ for m, columns, stages, registers, by_step, partials in json.loads(sys.argv[1]):
     types |= {"out": "*fp32" if partials else "*bf16", "x_scales": "*fp32", "scales": "*fp32"}
     types |= dict.fromkeys(("M", "N", "K", "stride_scales"), "i32")
     types["x"] = f"tensordesc<fp8e4nv[{m}, 128],{layout!r}>"
-    fixed |= {"BM": m, "BK": 128, "STAGES": stages, "LEFT": m <= 32, "PDL": True}
+    fixed |= {"BM": m, "BK": 128, "STAGES": stages, "LEFT": m <= MOST_LEFT_ROWS, "PDL": True}
     fixed |= {"SHARED": 128 if by_step else 1, "BLOCKS": by_step, "GROUPS": by_step}
     made = build(kernel, types, fixed, ("out", "N", "K"), num_warps=4, maxnreg=registers)
     found.append([made.metadata.shared, made.asm["ptx"].count("k32.f32.e4m3.e4m3")])

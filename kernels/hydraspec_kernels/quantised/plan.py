@@ -182,7 +182,8 @@ def _specialized(rows: int, matrix: QuantisedMatrix, partials: bool) -> Speciali
     steps = _divided(matrix.width, STEP * splits)
     shared = SHARED_BYTES
     if splits == 1:
-        shared -= 2 * m * UNIT_ROWS  # the output, before it is stored
+        # Of a product, before it is stored: 64 rows of the matrix, or 128.
+        shared -= 2 * m * (UNIT_ROWS if m <= MOST_LEFT_ROWS else 2 * UNIT_ROWS)
     room = shared // (STEP * (m + _divided(sum(columns), UNIT_ROWS) * UNIT_ROWS))
     registers = REGISTERS if m <= 64 else None
     return SpecializedTiles(m, columns, max(2, min(room, steps)), splits, registers)

@@ -105,30 +105,34 @@ def _load_scales(
 
 
 @gluon.jit
+def _product(w, v, y, LEFT: gl.constexpr):
+    """Starts multiplying rows of the matrix with rows of x; LEFT: the former are the left operand.
+    Returns the product, of the shape and layout of y."""
+    if LEFT:
+        return warpgroup_mma(w, v.permute((1, 0)), y, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(v, w.permute((1, 0)), y, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _add_step(
-    y, part, of_x, one, other, n,
+    y, part, of_x, of_matrix, n,
     LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """y + part, scaled if rows of x (`of_x`) or blocks of the matrix (see `_load_scales`) have a
-    scale for the step. LEFT: the matrix is the left operand, and its rows are the first axis."""
+    """y + part, scaled if rows of x or blocks of the matrix (see `_load_scales`) have a scale for
+    the step. LEFT: rows of the matrix, from n on, are the first axis."""
     OF_X: gl.constexpr = 0 if LEFT else 1
-    OF_ROWS: gl.constexpr = 1 if LEFT else 0
+    OF_ROWS: gl.constexpr = 1 - OF_X
     LAYOUT: gl.constexpr = y.type.layout
-    WIDTH: gl.constexpr = y.shape[1 - OF_ROWS]
-    if BLOCKS:
-        row = n + gl.arange(0, WIDTH, gl.SliceLayout(OF_ROWS, LAYOUT))
-        of_rows = gl.where(row // SHARED == n // SHARED, one, other).expand_dims(OF_ROWS)
-        if GROUPS:
-            of_x = gl.convert_layout(of_x, gl.SliceLayout(OF_X, LAYOUT), assert_trivial=True)
-            y += part * (of_x.expand_dims(OF_X) * of_rows)
-        else:
-            y += part * of_rows
-    elif GROUPS:
+    if GROUPS:
         of_x = gl.convert_layout(of_x, gl.SliceLayout(OF_X, LAYOUT), assert_trivial=True)
-        y += part * of_x.expand_dims(OF_X)
-    else:
-        y += part
-    return y
+        scale = of_x.expand_dims(OF_X)
+    if BLOCKS:
+        one, other = of_matrix
+        row = n + gl.arange(0, y.shape[OF_X], gl.SliceLayout(OF_ROWS, LAYOUT))
+        of_rows = gl.where(row // SHARED == n // SHARED, one, other).expand_dims(OF_ROWS)
+        scale = scale * of_rows if GROUPS else of_rows
+    return y + part * scale if BLOCKS or GROUPS else y + part
 
 
 @gluon.jit
@@ -139,9 +143,9 @@ def _finish(
     """Scales y by row and by column, if those were not scales of steps, and stores it to columns n0
     to `stop`, in rows from m0, of this program's range of K of out. LEFT: see `_add_step`."""
     OF_X: gl.constexpr = 0 if LEFT else 1
-    OF_ROWS: gl.constexpr = 1 if LEFT else 0
-    WIDTH: gl.constexpr = y.shape[1 - OF_ROWS]
-    BM: gl.constexpr = y.shape[1 - OF_X]
+    OF_ROWS: gl.constexpr = 1 - OF_X
+    WIDTH: gl.constexpr = y.shape[OF_X]
+    BM: gl.constexpr = y.shape[OF_ROWS]
     LAYOUT: gl.constexpr = y.type.layout
     if not BLOCKS:
         n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(OF_ROWS, LAYOUT))
@@ -167,24 +171,22 @@ def _finish(
 @gluon.jit
 def _multiply(
     out, x_scales, scales, xs, ws, filled, free, m0, M, N, stride_scales, low, steps, tiles,
-    FIRST: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
+    OF_TILE: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
     GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The program of four multiplying warps, which have BM rows of a tile of x from FIRST on.
+    """The program of four multiplying warps, which have BM rows of a tile of x from OF_TILE on.
 
-    Of a tile's rows of the matrix, a first product has 64, or 128 unless they are the left operand
-    (LEFT), and the other products have the others.
+    Of a tile's rows of the matrix, the first product has WIDE and each other one 64.
     """
     TILES: gl.constexpr = ws.layout
     WIDE: gl.constexpr = ROWS if LEFT or UNITS == 1 else 2 * ROWS
-    NEXT: gl.constexpr = WIDE // ROWS  # units of the first product
     PARTS: gl.constexpr = UNITS if LEFT else (UNITS + 1) // 2
     L0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM if LEFT else WIDE, 32])
     L1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM if LEFT else ROWS, 32])
     SHAPE_0: gl.constexpr = [ROWS, BM] if LEFT else [BM, WIDE]
     SHAPE_1: gl.constexpr = [ROWS, BM] if LEFT else [BM, ROWS]
-    m0 += FIRST
+    m0 += OF_TILE
     x_at = x_scales + m0 + gl.arange(0, BM, gl.SliceLayout(0 if LEFT else 1, L0))
     wait_for_inputs(PDL)
     slot = 0
@@ -195,52 +197,40 @@ def _multiply(
         y0 = gl.zeros(SHAPE_0, gl.float32, L0)
         y1 = gl.zeros(SHAPE_1, gl.float32, L1)
         y2 = gl.zeros(SHAPE_1, gl.float32, L1)
-        # Scales are loaded a step ahead, as no step before has read their lines.
+        # Scales are loaded a step ahead, so that a step hides their latency.
         of_x = gl.load(x_at + low * NEXT_GROUP) if GROUPS else 0.0
-        a0, b0 = _load_scales(scales, n0, low, N, stride_scales, WIDE, SHARED, BLOCKS)
-        if PARTS > 1:
-            a1, b1 = _load_scales(scales, n1, low, N, stride_scales, ROWS, SHARED, BLOCKS)
-        if PARTS > 2:
-            a2, b2 = _load_scales(scales, n2, low, N, stride_scales, ROWS, SHARED, BLOCKS)
+        s0 = _load_scales(scales, n0, low, N, stride_scales, WIDE, SHARED, BLOCKS)
+        s1 = _load_scales(scales, n1, low, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 1)
+        s2 = _load_scales(scales, n2, low, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 2)
         for i in range(steps):
             at, k = slot * UNITS, low + gl.minimum(i + 1, steps - 1)
             next_of_x = gl.load(x_at + k * NEXT_GROUP) if GROUPS else 0.0
-            c0, d0 = _load_scales(scales, n0, k, N, stride_scales, WIDE, SHARED, BLOCKS)
-            if PARTS > 1:
-                c1, d1 = _load_scales(scales, n1, k, N, stride_scales, ROWS, SHARED, BLOCKS)
-            if PARTS > 2:
-                c2, d2 = _load_scales(scales, n2, k, N, stride_scales, ROWS, SHARED, BLOCKS)
+            next_0 = _load_scales(scales, n0, k, N, stride_scales, WIDE, SHARED, BLOCKS)
+            next_1 = _load_scales(
+                scales, n1, k, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 1
+            )
+            next_2 = _load_scales(
+                scales, n2, k, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 2
+            )
             mbarrier.wait(filled.index(slot), phase)
-            v = xs.index(slot).slice(FIRST, BM)
-            w0 = view_tiles(ws.index(at), 1, WIDE, BK, TILES).index(0)
-            if LEFT:
-                u = v.permute((1, 0))
-                p0 = warpgroup_mma(w0, u, y0, use_acc=False, is_async=True)
-            else:
-                p0 = warpgroup_mma(v, w0.permute((1, 0)), y0, use_acc=False, is_async=True)
+            v = xs.index(slot).slice(OF_TILE, BM)
+            p0 = _product(view_tiles(ws.index(at), 1, WIDE, BK, TILES).index(0), v, y0, LEFT)
             if PARTS > 1:
-                w1 = ws.index(at + NEXT)
-                if LEFT:
-                    p1 = warpgroup_mma(w1, u, y1, use_acc=False, is_async=True)
-                else:
-                    p1 = warpgroup_mma(v, w1.permute((1, 0)), y1, use_acc=False, is_async=True)
+                p1 = _product(ws.index(at + WIDE // ROWS), v, y1, LEFT)
             if PARTS > 2:
-                p2 = warpgroup_mma(ws.index(at + 2), u, y2, use_acc=False, is_async=True)
+                p2 = _product(ws.index(at + 2), v, y2, LEFT)
                 p0, p1, p2 = warpgroup_mma_wait(0, deps=(p0, p1, p2))
             elif PARTS > 1:
                 p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
             else:
                 p0 = warpgroup_mma_wait(0, deps=(p0,))
             mbarrier.arrive(free.index(slot), count=1)
-            y0 = _add_step(y0, p0, of_x, a0, b0, n0, LEFT, SHARED, BLOCKS, GROUPS)
-            a0, b0 = c0, d0
+            y0 = _add_step(y0, p0, of_x, s0, n0, LEFT, SHARED, BLOCKS, GROUPS)
             if PARTS > 1:
-                y1 = _add_step(y1, p1, of_x, a1, b1, n1, LEFT, SHARED, BLOCKS, GROUPS)
-                a1, b1 = c1, d1
+                y1 = _add_step(y1, p1, of_x, s1, n1, LEFT, SHARED, BLOCKS, GROUPS)
             if PARTS > 2:
-                y2 = _add_step(y2, p2, of_x, a2, b2, n2, LEFT, SHARED, BLOCKS, GROUPS)
-                a2, b2 = c2, d2
-            of_x = next_of_x
+                y2 = _add_step(y2, p2, of_x, s2, n2, LEFT, SHARED, BLOCKS, GROUPS)
+            of_x, s0, s1, s2 = next_of_x, next_0, next_1, next_2
             slot += 1
             phase = gl.where(slot == STAGES, phase ^ 1, phase)
             slot = gl.where(slot == STAGES, 0, slot)
