@@ -246,6 +246,9 @@ def test_a_norm_and_a_gate_round_as_the_product_would(
 
 SHAPES = [(1, 40, 96), (5, 70, 160), (17, 33, 104)]
 LARGE = [(1, 4096, 4096), (6, 5376, 2112), (33, 1040, 5376), (128, 2064, 1000)]
+# Programs of the warp-specialised kernel with two or three products, and with several tiles.
+WIDE = [(5, 17000), (17, 34100), (40, 34100), (64, 24008), (128, 34100)]
+LARGE += [(rows, n, 528) for rows, n in WIDE]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -270,10 +273,11 @@ def test_products_are_the_reference_s(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n", [1040, 17000])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_row_is_multiplied_alike_beside_any_others(name: str) -> None:
+def test_a_row_is_multiplied_alike_beside_any_others(name: str, n: int) -> None:
     """Bit for bit for all numbers of rows that the kernel takes."""
-    matrix = matrix_of(1040, 1088, SCHEMES[name], "cuda")
+    matrix = matrix_of(n, 1088, SCHEMES[name], "cuda")
     x = rows_of(MOST_ROWS, 1088, "cuda", torch.bfloat16)
     whole = quantised_linear(x, matrix)
     for count in (1, 2, 7, 16, 17, 40, 64, 65):
