@@ -146,10 +146,8 @@ def run_pytest(
         **where,
     )
     found = collected(listing.log)
-    expected, files = (
-        [key_of(each) for each in found],
-        sorted({each.split("::")[0] for each in found}),
-    )
+    expected = [key_of(each) for each in found]
+    files = sorted({each.split("::")[0] for each in found})
     if listing.problem or not expected:
         failed = Result(name="collection", log_tail=processes.tail(listing.log))
         failed.fail(listing.problem or "no test was collected")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY, find_keys, find_rows
-from hydraspec_kernels.attention.tiling import MAX_SPLITS
+from hydraspec_kernels.attention.tiling import MAX_SPLITS, SHARES_OF_LONG
 from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_groups
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
@@ -25,6 +25,7 @@ TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+LONG_SHARES = tl.constexpr(SHARES_OF_LONG)
 # Splits, and groups of four results, that a program adds up at once: a program of the decode
 # kernel, and one of the second kernel.
 ADDED_SPLITS = tl.constexpr(4)
@@ -116,14 +117,14 @@ def split_keys(
     """First key of a tile, the end of its keys, and the number of keys of a split.
 
     Up to 16 splits have least_share keys or more; a tile has more splits only if each of them has
-    four times as many keys.
+    SHARES_OF_LONG times as many keys.
     """
     begin, limit = find_keys(
         length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N, "causal"
     )
     all_keys = tl.maximum(limit - begin, 0)
     share = (all_keys + (1 << split_shift) - 1) >> split_shift
-    share = tl.maximum(share, tl.minimum((all_keys + 15) >> 4, 4 * least_share))
+    share = tl.maximum(share, tl.minimum((all_keys + 15) >> 4, LONG_SHARES * least_share))
     return begin, limit, tl.maximum(share, least_share)
 
 

@@ -20,10 +20,9 @@ from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_ho
 # they save.
 FULL_DEVICE = NUM_SMS
 MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
-# Of the fused and the prefill kernel, where sequences are long: each split then has four times the
-# least number of keys.
-MAX_LONG_SPLITS = 64
-SHARES_OF_LONG = 4  # least shares of keys, or tiles, of a split where there are many
+# Of the fused and the prefill kernel, where sequences are long: each split then has SHARES_OF_LONG
+# times the least number of keys.
+MAX_LONG_SPLITS, SHARES_OF_LONG = 64, 4
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.

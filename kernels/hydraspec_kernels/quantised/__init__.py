@@ -58,7 +58,7 @@ __all__ = [
 
 _NARROW = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # of N and K, for the scaled product
-BLOCK = 128  # rows and columns of a matrix that share a scale, in the product of blocks
+_BLOCK = 128  # rows and columns of a matrix that share a scale, in the product of blocks
 
 
 def rounding_before(matrix: QuantisedMatrix) -> Rounding | None:
@@ -174,9 +174,9 @@ def _has_block_product(x: Tensor, matrix: QuantisedMatrix) -> bool:
     return (
         matrix.data.dtype is E4M3
         and x.dtype is torch.bfloat16
-        and matrix.rows == matrix.columns == matrix.rounding.group == BLOCK
+        and matrix.rows == matrix.columns == matrix.rounding.group == _BLOCK
         and matrix.rounding.kind == "group"
-        and n % _ALIGNMENT == k % BLOCK == 0
+        and n % _ALIGNMENT == k % _BLOCK == 0
         and x.shape[0] > 0
         and is_hopper(x.device)
         and _knows_blocks()
