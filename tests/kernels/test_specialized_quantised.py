@@ -16,6 +16,7 @@ from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding, plan
 # Rows, N, K, whether matrix and rows have scales for each step, whether partial sums are wanted.
 SHAPES = (
     (1, 43008, 5376, True, False),
+    (1, 16384, 5376, True, False),
     (32, 5376, 8192, True, True),
     (64, 43008, 5376, True, False),
     (64, 16384, 5376, True, False),
@@ -26,7 +27,7 @@ COMPILE = """
 import json, sys
 from sm90 import build, weights
 from triton.experimental.gluon import language as gl
-from hydraspec_kernels.quantised.plan import MOST_LEFT_ROWS
+from hydraspec_kernels.quantised.plan import LEAST_SCALES, MOST_LEFT_ROWS
 from hydraspec_kernels.quantised.specialized_kernel import _specialized_kernel as kernel
 
 found = []
@@ -34,6 +35,10 @@ for m, columns, stages, registers, by_step, partials in json.loads(sys.argv[1]):
     layout = gl.NVMMASharedLayout.get_default_for([m, 128], gl.float8e4nv)
     types, fixed = weights("weight_", columns, f"fp8e4nv[{{}}, 128],{layout!r}")
     types |= {"out": "*fp32" if partials else "*bf16", "x_scales": "*fp32", "scales": "*fp32"}
+    if by_step:
+        of_step = [1, max(m, LEAST_SCALES)]
+        line = gl.NVMMASharedLayout.get_default_for(of_step, gl.float32)
+        types["x_scales"] = f"tensordesc<fp32{of_step},{line!r}>"
     types |= dict.fromkeys(("M", "N", "K", "stride_scales"), "i32")
     types["x"] = f"tensordesc<fp8e4nv[{m}, 128],{layout!r}>"
     fixed |= {"BM": m, "BK": 128, "STAGES": stages, "LEFT": m <= MOST_LEFT_ROWS, "PDL": True}

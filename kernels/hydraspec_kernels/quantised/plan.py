@@ -18,6 +18,7 @@ from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
 LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
 UNIT_ROWS = 64  # of a matrix, in shared memory of the warp-specialised kernel
 MOST_LEFT_ROWS = 32  # of x, with which the matrix is the left operand
+LEAST_SCALES = 32  # of rows of x, that a step copies: copies begin at multiples of 128 bytes
 STEP = 128  # columns of a step of the warp-specialised kernel: those of a block of scales
 SHARED_BYTES = 226 << 10  # of a program, less its barriers
 MOST_COLUMNS = 176  # of a program: its sums and those of a step are in registers
@@ -182,9 +183,11 @@ def _specialized(rows: int, matrix: QuantisedMatrix, partials: bool) -> Speciali
     steps = _divided(matrix.width, STEP * splits)
     shared = SHARED_BYTES
     if splits == 1:
-        # Of a product, before it is stored: 64 rows of the matrix, or 128.
-        shared -= 2 * m * (UNIT_ROWS if m <= MOST_LEFT_ROWS else 2 * UNIT_ROWS)
-    room = shared // (STEP * (m + _divided(sum(columns), UNIT_ROWS) * UNIT_ROWS))
+        shared -= 2 * m * UNIT_ROWS  # of results, before they are stored
+    step = STEP * (m + _divided(sum(columns), UNIT_ROWS) * UNIT_ROWS)
+    if matrix.rounding.kind == "group":
+        step += 4 * max(m, LEAST_SCALES)
+    room = shared // step
     registers = REGISTERS if m <= 64 else None
     return SpecializedTiles(m, columns, max(2, min(room, steps)), splits, registers)
 

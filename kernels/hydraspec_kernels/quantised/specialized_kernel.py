@@ -22,8 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hydraspec_kernels.linear.specialized_kernel import COPY_REGISTERS
-from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP
-from hydraspec_kernels.quantised.plan import MOST_LEFT_ROWS, STEP, UNIT_ROWS, SpecializedTiles
+from hydraspec_kernels.quantised.plan import (
+    LEAST_SCALES,
+    MOST_LEFT_ROWS,
+    STEP,
+    UNIT_ROWS,
+    SpecializedTiles,
+)
 from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows
 from hydraspec_kernels.runtime.gluon_kernel import (
     load_tile,
@@ -59,10 +64,18 @@ def _copy_rows(
 
 
 @gluon.jit
+def _copy_x(x, x_scales, xs, of_x, slot, filled, m, k, BK: gl.constexpr, GROUPS: gl.constexpr):
+    """Starts copying step k of rows of x from m on, and their scales of it, into a slot."""
+    load_tile(x, [m, k * BK], filled, xs.index(slot))
+    if GROUPS:
+        load_tile(x_scales, [k, m], filled, of_x.index(slot))
+
+
+@gluon.jit
 def _copy_steps(
-    x, weight_0, weight_1, weight_2, xs, ws, filled, free, m, low, steps, tiles,
+    x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m, low, steps, tiles,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, BYTES: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The program of the copying warp: copies all steps of all tiles, as slots become free."""
     R: gl.constexpr = R0 + R1 + R2
@@ -75,15 +88,16 @@ def _copy_steps(
         _copy_rows(weight_0, weight_1, weight_2, ws, i, at, n, k, R0, R1, R2, UNITS, BK)
     wait_for_inputs(PDL)
     for i in range(first):
-        load_tile(x, [m, (low + i % steps) * BK], filled.index(i), xs.index(i))
+        k = low + i % steps
+        _copy_x(x, x_scales, xs, of_x, i, filled.index(i), m, k, BK, GROUPS)
     slot = 0
     phase = 0
     for i in range(first, total):
-        n, k, at = (program + i // steps * programs) * R, (low + i % steps) * BK, filled.index(slot)
+        n, k, at = (program + i // steps * programs) * R, low + i % steps, filled.index(slot)
         mbarrier.wait(free.index(slot), phase)
         mbarrier.expect(at, BYTES)
-        _copy_rows(weight_0, weight_1, weight_2, ws, slot, at, n, k, R0, R1, R2, UNITS, BK)
-        load_tile(x, [m, k], at, xs.index(slot))
+        _copy_rows(weight_0, weight_1, weight_2, ws, slot, at, n, k * BK, R0, R1, R2, UNITS, BK)
+        _copy_x(x, x_scales, xs, of_x, slot, at, m, k, BK, GROUPS)
         slot += 1
         phase = gl.where(slot == STAGES, phase ^ 1, phase)
         slot = gl.where(slot == STAGES, 0, slot)
@@ -115,8 +129,22 @@ def _product(w, v, y, LEFT: gl.constexpr):
 
 
 @gluon.jit
+def _read_scales(
+    of_x, slot, OF_TILE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr, LEFT: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Scales of BM rows of x from OF_TILE on, in a slot, as a row if LEFT, else as a column; 1 for
+    all if a step has none."""
+    if GROUPS:
+        row = of_x.index(slot).slice(OF_TILE, BM, 1)
+        return row.load(LAYOUT) if LEFT else row.permute((1, 0)).load(LAYOUT)
+    else:
+        return 1.0
+
+
+@gluon.jit
 def _add_step(
-    y, part, of_x, of_matrix, n,
+    y, part, scale, of_matrix, n,
     LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """y + part, scaled if rows of x or blocks of the matrix (see `_load_scales`) have a scale for
@@ -124,9 +152,6 @@ def _add_step(
     OF_X: gl.constexpr = 0 if LEFT else 1
     OF_ROWS: gl.constexpr = 1 - OF_X
     LAYOUT: gl.constexpr = y.type.layout
-    if GROUPS:
-        of_x = gl.convert_layout(of_x, gl.SliceLayout(OF_X, LAYOUT), assert_trivial=True)
-        scale = of_x.expand_dims(OF_X)
     if BLOCKS:
         one, other = of_matrix
         row = n + gl.arange(0, y.shape[OF_X], gl.SliceLayout(OF_ROWS, LAYOUT))
@@ -170,7 +195,7 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    out, x_scales, scales, xs, ws, filled, free, m0, M, N, stride_scales, low, steps, tiles,
+    out, x_scales, scales, xs, of_x, ws, filled, free, m0, M, N, stride_scales, low, steps, tiles,
     OF_TILE: gl.constexpr, BM: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, LEFT: gl.constexpr, SHARED: gl.constexpr, BLOCKS: gl.constexpr,
     GROUPS: gl.constexpr, PDL: gl.constexpr,
@@ -187,7 +212,6 @@ def _multiply(
     SHAPE_0: gl.constexpr = [ROWS, BM] if LEFT else [BM, WIDE]
     SHAPE_1: gl.constexpr = [ROWS, BM] if LEFT else [BM, ROWS]
     m0 += OF_TILE
-    x_at = x_scales + m0 + gl.arange(0, BM, gl.SliceLayout(0 if LEFT else 1, L0))
     wait_for_inputs(PDL)
     slot = 0
     phase = 0
@@ -197,21 +221,11 @@ def _multiply(
         y0 = gl.zeros(SHAPE_0, gl.float32, L0)
         y1 = gl.zeros(SHAPE_1, gl.float32, L1)
         y2 = gl.zeros(SHAPE_1, gl.float32, L1)
-        # Scales are loaded a step ahead, so that a step hides their latency.
-        of_x = gl.load(x_at + low * NEXT_GROUP) if GROUPS else 0.0
-        s0 = _load_scales(scales, n0, low, N, stride_scales, WIDE, SHARED, BLOCKS)
-        s1 = _load_scales(scales, n1, low, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 1)
-        s2 = _load_scales(scales, n2, low, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 2)
         for i in range(steps):
-            at, k = slot * UNITS, low + gl.minimum(i + 1, steps - 1)
-            next_of_x = gl.load(x_at + k * NEXT_GROUP) if GROUPS else 0.0
-            next_0 = _load_scales(scales, n0, k, N, stride_scales, WIDE, SHARED, BLOCKS)
-            next_1 = _load_scales(
-                scales, n1, k, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 1
-            )
-            next_2 = _load_scales(
-                scales, n2, k, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 2
-            )
+            at, k = slot * UNITS, low + i
+            s0 = _load_scales(scales, n0, k, N, stride_scales, WIDE, SHARED, BLOCKS)
+            s1 = _load_scales(scales, n1, k, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 1)
+            s2 = _load_scales(scales, n2, k, N, stride_scales, ROWS, SHARED, BLOCKS and PARTS > 2)
             mbarrier.wait(filled.index(slot), phase)
             v = xs.index(slot).slice(OF_TILE, BM)
             p0 = _product(view_tiles(ws.index(at), 1, WIDE, BK, TILES).index(0), v, y0, LEFT)
@@ -219,18 +233,20 @@ def _multiply(
                 p1 = _product(ws.index(at + WIDE // ROWS), v, y1, LEFT)
             if PARTS > 2:
                 p2 = _product(ws.index(at + 2), v, y2, LEFT)
+            x0 = _read_scales(of_x, slot, OF_TILE, BM, L0, LEFT, GROUPS)
+            x1 = _read_scales(of_x, slot, OF_TILE, BM, L1, LEFT, GROUPS and PARTS > 1)
+            if PARTS > 2:
                 p0, p1, p2 = warpgroup_mma_wait(0, deps=(p0, p1, p2))
             elif PARTS > 1:
                 p0, p1 = warpgroup_mma_wait(0, deps=(p0, p1))
             else:
                 p0 = warpgroup_mma_wait(0, deps=(p0,))
             mbarrier.arrive(free.index(slot), count=1)
-            y0 = _add_step(y0, p0, of_x, s0, n0, LEFT, SHARED, BLOCKS, GROUPS)
+            y0 = _add_step(y0, p0, x0, s0, n0, LEFT, SHARED, BLOCKS, GROUPS)
             if PARTS > 1:
-                y1 = _add_step(y1, p1, of_x, s1, n1, LEFT, SHARED, BLOCKS, GROUPS)
+                y1 = _add_step(y1, p1, x1, s1, n1, LEFT, SHARED, BLOCKS, GROUPS)
             if PARTS > 2:
-                y2 = _add_step(y2, p2, of_x, s2, n2, LEFT, SHARED, BLOCKS, GROUPS)
-            of_x, s0, s1, s2 = next_of_x, next_0, next_1, next_2
+                y2 = _add_step(y2, p2, x1, s2, n2, LEFT, SHARED, BLOCKS, GROUPS)
             slot += 1
             phase = gl.where(slot == STAGES, phase ^ 1, phase)
             slot = gl.where(slot == STAGES, 0, slot)
@@ -256,7 +272,7 @@ def _specialized_kernel(
     out,
     # [M or more, K] e4m3 in tiles [BM, 128]
     x,
-    # [groups, NEXT_GROUP] float32
+    # [groups, NEXT_GROUP] float32, in rows [1, BM or more] if there are scales for each step
     x_scales,
     # [N, K] e4m3 in tiles [R0, 128], [R1, 128] and [R2, 128]
     weight_0,
@@ -272,7 +288,8 @@ def _specialized_kernel(
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
     UNITS: gl.constexpr = (R + ROWS - 1) // ROWS
-    BYTES: gl.constexpr = BK * (BM + R)
+    OF_X: gl.constexpr = x_scales.block_type.shape if GROUPS else [1, 0]
+    BYTES: gl.constexpr = BK * (BM + R) + 4 * OF_X[1]
     split, splits = gl.program_id(1), gl.num_programs(1)
     all_steps = gl.cdiv(K, BK)
     low = split * all_steps // splits
@@ -280,6 +297,10 @@ def _specialized_kernel(
     tiles, m = gl.cdiv(N, R), gl.program_id(2) * BM
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     ws = gl.allocate_shared_memory(x.dtype, [STAGES * UNITS, ROWS, BK], x.layout)
+    if GROUPS:
+        of_x = gl.allocate_shared_memory(gl.float32, [STAGES, 1, OF_X[1]], x_scales.layout)
+    else:
+        of_x = xs  # not used
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -297,7 +318,7 @@ def _specialized_kernel(
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
+                        out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
                         0, BM, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
                     ),
@@ -305,8 +326,8 @@ def _specialized_kernel(
                 (
                     _copy_steps,
                     (
-                        x, weight_0, weight_1, weight_2, xs, ws, filled, free, m, low, steps, tiles,
-                        R0, R1, R2, UNITS, BK, STAGES, BYTES, PDL,
+                        x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m,
+                        low, steps, tiles, R0, R1, R2, UNITS, BK, STAGES, BYTES, GROUPS, PDL,
                     ),
                 ),
             ],
@@ -319,7 +340,7 @@ def _specialized_kernel(
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
+                        out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
                         0, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
                     ),
@@ -327,7 +348,7 @@ def _specialized_kernel(
                 (
                     _multiply,
                     (
-                        out, x_scales, scales, xs, ws, filled, free, m, M, N, stride_scales,
+                        out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
                         low, steps, tiles,
                         ROWS, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
                     ),
@@ -335,8 +356,8 @@ def _specialized_kernel(
                 (
                     _copy_steps,
                     (
-                        x, weight_0, weight_1, weight_2, xs, ws, filled, free, m, low, steps, tiles,
-                        R0, R1, R2, UNITS, BK, STAGES, BYTES, PDL,
+                        x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m,
+                        low, steps, tiles, R0, R1, R2, UNITS, BK, STAGES, BYTES, GROUPS, PDL,
                     ),
                 ),
             ],
@@ -356,7 +377,10 @@ def specialized_product(
         out = scales.new_empty(tiles.splits, count, n)
     else:
         out = scales.new_empty(count, n, dtype=rows.dtype)
+    by_group = matrix.rounding.kind == "group"
     layout = gl.NVMMASharedLayout.get_default_for([tiles.m, STEP], gl.float8e4nv)
+    of_step = [1, max(tiles.m, LEAST_SCALES)]
+    line = gl.NVMMASharedLayout.get_default_for(of_step, gl.float32)
     data, missing = matrix.data, 3 - len(tiles.columns)
     weights = [TensorDescriptor.from_tensor(data, [r, STEP], layout) for r in tiles.columns]
     columns = (*tiles.columns, *[0] * missing)
@@ -364,7 +388,7 @@ def specialized_product(
     _specialized_kernel[min(programs, NUM_SMS), tiles.splits, blocks](
         out,
         TensorDescriptor.from_tensor(numbers, [tiles.m, STEP], layout),
-        scales,
+        TensorDescriptor.from_tensor(scales, of_step, line) if by_group else scales,
         *(*weights, *[None] * missing),
         matrix.scales,
         *(count, n, matrix.width, matrix.scales.stride(0)),
@@ -377,7 +401,7 @@ def specialized_product(
         LEFT=tiles.m <= MOST_LEFT_ROWS,
         SHARED=matrix.rows,
         BLOCKS=matrix.scales.shape[-1] > 1,
-        GROUPS=matrix.rounding.kind == "group",
+        GROUPS=by_group,
         num_warps=4,
         maxnreg=tiles.registers,
         **dependent_launch(numbers),
