@@ -315,21 +315,15 @@ def _specialized_kernel(
     if BM <= ROWS:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
-                        low, steps, tiles,
-                        0, BM, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
-                    ),
-                ),
-                (
-                    _copy_steps,
-                    (
-                        x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m,
-                        low, steps, tiles, R0, R1, R2, UNITS, BK, STAGES, BYTES, GROUPS, PDL,
-                    ),
-                ),
+                (_multiply, (
+                    out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
+                    low, steps, tiles,
+                    0, BM, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
+                )),
+                (_copy_steps, (
+                    x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m,
+                    low, steps, tiles, R0, R1, R2, UNITS, BK, STAGES, BYTES, GROUPS, PDL,
+                )),
             ],
             [1],
             [COPY_REGISTERS],
@@ -337,29 +331,20 @@ def _specialized_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
-                        low, steps, tiles,
-                        0, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
-                        low, steps, tiles,
-                        ROWS, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
-                    ),
-                ),
-                (
-                    _copy_steps,
-                    (
-                        x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m,
-                        low, steps, tiles, R0, R1, R2, UNITS, BK, STAGES, BYTES, GROUPS, PDL,
-                    ),
-                ),
+                (_multiply, (
+                    out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
+                    low, steps, tiles,
+                    0, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
+                )),
+                (_multiply, (
+                    out, x_scales, scales, xs, of_x, ws, filled, free, m, M, N, stride_scales,
+                    low, steps, tiles,
+                    ROWS, ROWS, R, UNITS, BK, STAGES, LEFT, SHARED, BLOCKS, GROUPS, PDL,
+                )),
+                (_copy_steps, (
+                    x, x_scales, weight_0, weight_1, weight_2, xs, of_x, ws, filled, free, m,
+                    low, steps, tiles, R0, R1, R2, UNITS, BK, STAGES, BYTES, GROUPS, PDL,
+                )),
             ],
             [4, 1],
             [SECOND_REGISTERS, COPY_REGISTERS],
