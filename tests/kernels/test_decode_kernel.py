@@ -357,7 +357,7 @@ def test_results_are_rounded_as_the_product_would(name: str) -> None:
         padded, found_scales = kernel.attend_projection_kernel(
             *inputs.arguments(inputs.cache.clone()), writes=inputs.writes, rounding=rounding
         )
-    found = RoundedRows(padded, found_scales, wanted.dtype)
+    found = RoundedRows(padded, found_scales, len(wanted), wanted.dtype)
     numbers, scales = round_rows(wanted, rounding, None, torch.float8_e4m3fn)
     rows = int(inputs.plan.starts[-1])
     assert torch.equal(found.numbers.float(), numbers.float())

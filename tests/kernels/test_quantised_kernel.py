@@ -247,7 +247,8 @@ def test_a_norm_and_a_gate_round_as_the_product_would(
 SHAPES = [(1, 40, 96), (5, 70, 160), (17, 33, 104)]
 LARGE = [(1, 4096, 4096), (6, 5376, 2112), (33, 1040, 5376), (128, 2064, 1000)]
 # Programs of the warp-specialised kernel with two or three products, and with several tiles.
-LARGE += [(5, 17000, 528), (17, 34100, 528), (40, 34100, 528), (64, 24008, 528), (128, 34100, 528)]
+WIDE = [(5, 17000), (17, 34100), (40, 34100), (64, 24008), (128, 34100)]
+LARGE += [(rows, n, 528) for rows, n in WIDE]
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -14,22 +14,35 @@ from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding, plan
 
 # Rows, N, K, whether matrix and rows have scales for each step, whether partial sums are wanted.
-SHAPES = ((1, 43008, 5376, True, False), (128, 5376, 21504, False, True))
+SHAPES = (
+    (1, 43008, 5376, True, False),
+    (1, 16384, 5376, True, False),
+    (32, 5376, 8192, True, True),
+    (64, 43008, 5376, True, False),
+    (64, 16384, 5376, True, False),
+    (128, 16384, 5376, True, False),
+    (128, 5376, 21504, False, True),
+)
 COMPILE = """
 import json, sys
 from sm90 import build, weights
 from triton.experimental.gluon import language as gl
+from hydraspec_kernels.quantised.plan import LEAST_SCALES, MOST_LEFT_ROWS
 from hydraspec_kernels.quantised.specialized_kernel import _specialized_kernel as kernel
 
 found = []
-for m, copied, columns, stages, registers, by_step, partials in json.loads(sys.argv[1]):
+for m, columns, stages, registers, by_step, partials in json.loads(sys.argv[1]):
     layout = gl.NVMMASharedLayout.get_default_for([m, 128], gl.float8e4nv)
     types, fixed = weights("weight_", columns, f"fp8e4nv[{{}}, 128],{layout!r}")
     types |= {"out": "*fp32" if partials else "*bf16", "x_scales": "*fp32", "scales": "*fp32"}
-    types |= dict.fromkeys(("M", "N", "K", "groups", "stride_scales"), "i32")
-    types["x"] = f"tensordesc<fp8e4nv[{copied}, 128],{layout!r}>"
-    fixed |= {"BM": m, "XM": copied, "BK": 128, "STAGES": stages, "PDL": True}
-    fixed |= {"ROWS": 128 if by_step else 1, "BLOCKS": by_step, "GROUPS": by_step}
+    if by_step:
+        of_step = [1, max(m, LEAST_SCALES)]
+        line = gl.NVMMASharedLayout.get_default_for(of_step, gl.float32)
+        types["x_scales"] = f"tensordesc<fp32{of_step},{line!r}>"
+    types |= dict.fromkeys(("M", "N", "K", "stride_scales"), "i32")
+    types["x"] = f"tensordesc<fp8e4nv[{m}, 128],{layout!r}>"
+    fixed |= {"BM": m, "BK": 128, "STAGES": stages, "LEFT": m <= MOST_LEFT_ROWS, "PDL": True}
+    fixed |= {"SHARED": 128 if by_step else 1, "BLOCKS": by_step, "GROUPS": by_step}
     made = build(kernel, types, fixed, ("out", "N", "K"), num_warps=4, maxnreg=registers)
     found.append([made.metadata.shared, made.asm["ptx"].count("k32.f32.e4m3.e4m3")])
 print(json.dumps(found))
@@ -50,8 +63,8 @@ def test_planned_kernels_compile_and_fit(tmp_path: Path, monkeypatch: pytest.Mon
     for rows, n, k, by_step, partials in SHAPES:
         tiles = plan.tiles_for(rows, _matrix(n, k, by_step=by_step), partials=partials)
         assert isinstance(tiles, plan.SpecializedTiles), (rows, n, k, tiles)
-        assert tiles.m >= tiles.copied >= rows
-        sizes = tiles.m, tiles.copied, tiles.columns, tiles.stages, tiles.registers
+        assert tiles.m >= rows
+        sizes = tiles.m, tiles.columns, tiles.stages, tiles.registers
         jobs.append([*sizes, by_step, partials])
     for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job

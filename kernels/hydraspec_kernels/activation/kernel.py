@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydraspec_kernels.quantised.e4m3_kernel import rounded_row
+from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_row
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import E4M3_MAX
 from hydraspec_kernels.quantised.round_kernel import (
     MOST_OF_ROW,
-    empty_padded,
-    empty_scales,
+    empty_rounded,
     least_of,
     rounded,
 )
@@ -39,7 +38,7 @@ def gelu_tanh(x):
 def gated_activation_kernel(
     # [rows, inner]; e4m3 where GROUP is not 0
     out_ptr,
-    # [rows, groups] float32; not written where GROUP is 0
+    # [groups, NEXT_GROUP] float32; not written where GROUP is 0
     scales_ptr,
     # [rows, 2 * inner] in rows of gate_up_stride
     gate_up_ptr,
@@ -69,7 +68,7 @@ def gated_activation_kernel(
         out, scale = rounded_row(out.to(tl.float32), GROUP, LEAST, MOST, BLOCK)
         group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         groups = tl.cdiv(inner, GROUP)
-        tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+        tl.store(scales_ptr + group * NEXT_GROUP + row, scale, mask=group < groups)
     tl.store(out_ptr + row * inner + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -88,10 +87,9 @@ def rounded_activation_cuda(gate_up: Tensor, activation: str, rounding: Rounding
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if rounding.kind == "token" and inner > MOST_OF_ROW:
         return rounded(gated_activation_cuda(gate_up, activation), rounding, None)
-    out = empty_padded(rows, inner, gate_up.device)
-    scales = empty_scales(gate_up[:, :inner], rounding)
-    _launch(out, scales, gate_up, activation, rounding)
-    return RoundedRows(out, scales, gate_up.dtype)
+    out = empty_rounded(rows, inner, rounding, gate_up)
+    _launch(out.padded, out.by_group, gate_up, activation, rounding)
+    return out
 
 
 def _launch(

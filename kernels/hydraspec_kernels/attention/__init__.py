@@ -134,7 +134,8 @@ def attend_projection(
         if rounding is None or not fits_rounding(plan.shape, projection.qkv.shape[0], rounding):
             return breaks.run(_attend_fused, *args, None)
         numbers, scales = breaks.run(_attend_fused, *args, rounding)
-        return RoundedRows(numbers, scales, projection.qkv.dtype)
+        qkv = projection.qkv
+        return RoundedRows(numbers, scales, qkv.shape[0], qkv.dtype)
     query = write_qkv(projection, cache if writes else None, shape)
     return paged_attention(query, cache, plan, shape.kv_scales)
 

@@ -28,9 +28,9 @@ from hydraspec_kernels.attention.qkv_kernel import (
 )
 from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
 from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
-from hydraspec_kernels.quantised.e4m3_kernel import rounded_groups
+from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_groups
 from hydraspec_kernels.quantised.records import Rounding
-from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales
+from hydraspec_kernels.quantised.round_kernel import empty_rounded
 from hydraspec_kernels.runtime.launch import shared_bytes
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
@@ -86,18 +86,19 @@ def _store_halves(
 
 @triton.jit
 def _store_result(
-    to, scales, at, a, b, exists,
+    to, scales, at, a, b, exists, NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """As `_store_halves`; ROUNDED: in e4m3, with the scales of so many numbers each."""
     if ROUNDED:
         at, mask = at.to(tl.int64)[:, None], exists[:, None]
         to += at * (2 * HALF) + tl.arange(0, HALF)[None, :]
-        scales += at * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
+        group = at % NUM_HEADS * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
+        scales += group * NEXT_GROUP + at // NUM_HEADS
         for half in tl.static_range(2):
             numbers, scale = rounded_groups(b if half else a, BLOCK_M, HALF, ROUNDED)
             tl.store(to + half * HALF, numbers.to(to.dtype.element_ty), mask=mask)
-            tl.store(scales + half * (HALF // ROUNDED), scale, mask=mask)
+            tl.store(scales + half * (HALF // ROUNDED) * NEXT_GROUP, scale, mask=mask)
     else:
         _store_halves(to, at, a, b, exists, HALF, BLOCK_M, BLOCK_H)
 
@@ -111,8 +112,11 @@ def _clear_rest(
     """Stores zeros for the queries of one KV head in rows first_row..stop_row, and for scales."""
     clear_queries(out, first_row, stop_row, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK)
     if ROUNDED:
-        N: tl.constexpr = HEAD_DIM // ROUNDED
-        clear_queries(scales, first_row, stop_row, kv_head, NUM_HEADS, GROUP, N, QUERIES, N)
+        N: tl.constexpr = GROUP * HEAD_DIM // ROUNDED
+        row = tl.arange(0, NEXT_GROUP)
+        zeros, mask = tl.zeros([NEXT_GROUP], tl.float32), (row >= first_row) & (row < stop_row)
+        for group in range(kv_head * N, (kv_head + 1) * N):
+            tl.store(scales + group * NEXT_GROUP + row, zeros, mask=mask)
 
 
 @triton.jit(
@@ -123,7 +127,7 @@ def _clear_rest(
 )
 def _decode_kernel(
     out,  # [T, Hq, H]
-    scales,  # [T, Hq * H / ROUNDED] float32, of results in e4m3
+    scales,  # [Hq * H / ROUNDED, NEXT_GROUP] float32, of results in e4m3
     partial,  # [S, T, Hq, H] float32, then log2 of the sums [S, T, Hq]
     arrived,  # [tiles, Hkv] int32, zero before and after
     cache,  # [rows, 2, Hkv, H], read and written
@@ -225,7 +229,7 @@ def _decode_kernel(
     if share >= all_keys:  # the only split of this tile
         _store_result(
             out, scales, at_out, mean_a.to(qkv.dtype.element_ty), mean_b.to(qkv.dtype.element_ty),
-            inside, HALF, BLOCK_M, BLOCK_H, ROUNDED,
+            inside, NUM_HEADS, HALF, BLOCK_M, BLOCK_H, ROUNDED,
         )  # fmt: skip
         return
     size_of_split = num_rows.to(tl.int64) * NUM_HEADS
@@ -263,7 +267,7 @@ def attend_projection_kernel(
     rounding: Rounding | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `attention.attend_projection`; the plan must satisfy `supports_decode`. With a rounding:
-    numbers in memory of whole tiles of rows and scales, as in `RoundedRows`."""
+    the memory of numbers and of scales of `RoundedRows`."""
     _check(projection, cache, plan, shape, writes)
     qkv = projection.qkv
     group, num_rows, device = plan.shape, qkv.shape[0], qkv.device
@@ -272,8 +276,8 @@ def attend_projection_kernel(
     if rounding is None:
         out = qkv.new_empty(num_rows, heads * width)
     else:
-        out = empty_padded(num_rows, heads * width, device)
-        scales = empty_scales(out[:num_rows], rounding)
+        rounded = empty_rounded(num_rows, heads * width, rounding, qkv)
+        out, scales = rounded.padded, rounded.by_group
     found = out if scales is None else (out, scales)
     if num_rows == 0:
         return found
@@ -350,6 +354,7 @@ def attend_projection_kernel(
             scales,
             partial,
             plan,
+            num_rows=num_rows,
             dtype=qkv.dtype,
             splits=cut.splits,
             least_share=least_share,

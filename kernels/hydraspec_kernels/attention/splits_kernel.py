@@ -17,7 +17,7 @@ from torch import Tensor
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY, find_keys, find_rows
 from hydraspec_kernels.attention.tiling import MAX_SPLITS, SHARES_OF_LONG
-from hydraspec_kernels.quantised.e4m3_kernel import rounded_groups
+from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_groups
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 TRITON_TYPES = {
@@ -184,7 +184,7 @@ def _add_some(
         v, scale = rounded_groups(v, CHUNK // FOURS, ROUNDED, ROUNDED)
         result = tl.reshape(v, (CHUNK, 4)).to(out.dtype.element_ty)
         # Every scale is stored by the first of its fours.
-        at_scale = (at_out * HEAD_DIM + d) // ROUNDED
+        at_scale = (head * HEAD_DIM + d) // ROUNDED * NEXT_GROUP + start + row
         first = (row < rows) & (d % ROUNDED == 0)
         of_four = tl.broadcast_to(scale, (CHUNK // FOURS, FOURS))
         tl.store(scales + at_scale, tl.reshape(of_four, (CHUNK,)), mask=first)
@@ -210,7 +210,7 @@ def add_up(
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "split_shift", "least_share"])
 def _sum_kernel(
     out,  # [T, Hq, H]
-    scales,  # [T, Hq * H / ROUNDED] float32, of results in e4m3
+    scales,  # [Hq * H / ROUNDED, NEXT_GROUP] float32, of results in e4m3
     partial,  # [S, T, Hq, H] float32, then log2 of the sums [S, T, Hq]
     seq_lens,  # [B]
     starts,  # [B+1]; not read with ONE_ROW
@@ -255,11 +255,12 @@ def _sum_kernel(
 
 
 def add_splits(
-    out: Tensor,  # [T, Hq * H]
+    out: Tensor,  # [T or more, Hq * H]
     scales: Tensor | None,
     partial: Tensor,
     plan: DevicePlan,
     *,
+    num_rows: int,
     dtype: torch.dtype,
     splits: int,
     least_share: int,
@@ -268,8 +269,8 @@ def add_splits(
     block_n: int,
 ) -> None:
     """Computes results of all tiles with several splits from `partial` of the decode kernel, in
-    dtype; with scales [T, G], e4m3 numbers of them."""
-    group, num_rows = plan.shape, out.shape[0] if scales is None else scales.shape[0]
+    dtype; with scales [G, MOST_ROWS], e4m3 numbers of them."""
+    group = plan.shape
     width = max(32, triton.next_power_of_2(group.head_dim))
     programs = triton.cdiv(queries * width // 4, ADDED_APART.value)
     _sum_kernel[(programs, plan.num_requests * row_tiles, group.num_kv_heads)](
@@ -292,7 +293,7 @@ def add_splits(
         BLOCK_N=block_n,
         BLOCK_V=width,
         SPLITS=(ADDED_SPLITS if splits <= MAX_SPLITS else ADDED_MANY).value,
-        ROUNDED=0 if scales is None else out.shape[1] // scales.shape[1],
+        ROUNDED=0 if scales is None else out.shape[1] // scales.shape[0],
         DTYPE=TRITON_TYPES[dtype],
         num_warps=4,
         **dependent_launch(out),

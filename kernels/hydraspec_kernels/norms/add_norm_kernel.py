@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hydraspec_kernels.norms.records import MAX_WIDTH, AddNorm
 from hydraspec_kernels.norms.rms_norm_kernel import inverse_rms
-from hydraspec_kernels.quantised.e4m3_kernel import rounded_row
+from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_row
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import E4M3_MAX
-from hydraspec_kernels.quantised.round_kernel import empty_padded, empty_scales, least_of
+from hydraspec_kernels.quantised.round_kernel import empty_rounded, least_of
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
 
 REGISTERS = 65536  # of an SM
@@ -25,7 +25,7 @@ def add_norm_kernel(
     h_ptr,
     # [T, width]; e4m3 with ROUNDS
     y_ptr,
-    # [T, groups] float32; not written unless ROUNDS
+    # [groups, NEXT_GROUP] float32; not written unless ROUNDS
     scales_ptr,
     # [PARTS, T, width]
     x_ptr,
@@ -86,7 +86,7 @@ def add_norm_kernel(
             y, scale = rounded_row(y.to(tl.float32), GROUP, LEAST, MOST, WIDTH)
             group = tl.arange(0, WIDTH // GROUP)
             groups = tl.cdiv(width, GROUP)
-            tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+            tl.store(scales_ptr + group * NEXT_GROUP + row, scale, mask=group < groups)
         tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -116,8 +116,8 @@ def add_norm_cuda(
         if rounding is None:
             y = stored = torch.empty(rows, width, dtype=h.dtype, device=h.device)
         else:
-            scales, stored = empty_scales(h, rounding), empty_padded(rows, width, h.device)
-            y = RoundedRows(stored, scales, h.dtype)
+            y = empty_rounded(rows, width, rounding, h)
+            stored, scales = y.padded, y.by_group
     has_post_weight = has_post_norm and post_weight is not None
     if has_post_weight:
         assert post_weight is not None

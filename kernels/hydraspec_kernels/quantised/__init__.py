@@ -138,7 +138,7 @@ def gated_quantised_linear(
 def _product_of_rounded(x: RoundedRows, matrix: QuantisedMatrix, *, partials: bool) -> Tensor:
     from hydraspec_kernels.quantised.specialized_kernel import specialized_product  # Gluon
 
-    tiles = tiles_for(x.scales.shape[0], matrix, partials=partials)
+    tiles = tiles_for(x.count, matrix, partials=partials)
     assert isinstance(tiles, SpecializedTiles), "see `rounding_before`"
     return specialized_product(x, matrix, tiles)
 

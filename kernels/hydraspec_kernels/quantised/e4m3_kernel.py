@@ -5,8 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hydraspec_kernels.quantised.records import MOST_ROWS
 from hydraspec_kernels.quantised.reference import E4M3_MAX, LEAST_GROUP_MAX
 
+# Where row r's scale of group g is, in the memory of `RoundedRows`: g * NEXT_GROUP + r.
+NEXT_GROUP = tl.constexpr(MOST_ROWS)
 LEAST_OF_GROUP, MOST_E4M3 = tl.constexpr(LEAST_GROUP_MAX), tl.constexpr(E4M3_MAX)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from hydraspec_kernels.quantised.lanes import COLUMNS, SCALED
-from hydraspec_kernels.quantised.records import QuantisedMatrix
+from hydraspec_kernels.quantised.records import MOST_ROWS, QuantisedMatrix
 from hydraspec_kernels.quantised.reference import E4M3, PER_INT32
 from hydraspec_kernels.runtime.launch import NUM_SMS, is_hopper, shared_bytes
 
-MOST_ROWS = 128
 LEAST_STEP = 32  # columns that share a scale, at least: a step of the sums
+UNIT_ROWS = 64  # of a matrix, in shared memory of the warp-specialised kernel
+MOST_LEFT_ROWS = 32  # of x, with which the matrix is the left operand
+LEAST_SCALES = 32  # of rows of x, that a step copies: copies begin at multiples of 128 bytes
 STEP = 128  # columns of a step of the warp-specialised kernel: those of a block of scales
 SHARED_BYTES = 226 << 10  # of a program, less its barriers
 MOST_COLUMNS = 176  # of a program: its sums and those of a step are in registers
@@ -28,9 +30,8 @@ ALIGNMENT = 16  # bytes, of rows that are copied as tiles
 class SpecializedTiles:
     """A specialisation of the warp-specialised kernel and its grid."""
 
-    m: int  # rows of x a program multiplies: 64 or 128
-    copied: int  # of them, the rows that are copied: 16, 32 or m
-    columns: tuple[int, ...]  # rows of the matrix, per product: up to three powers of two
+    m: int  # rows of x a program multiplies: 8, 16, 32, 64 or 128
+    columns: tuple[int, ...]  # rows of the matrix, per copy: up to three powers of two
     stages: int  # steps in flight
     splits: int  # programs that share K
     registers: int | None  # of a thread, on average; None: no limit
@@ -176,17 +177,19 @@ def _specialized(rows: int, matrix: QuantisedMatrix, partials: bool) -> Speciali
     n, columns, splits = matrix.data.shape[0], (STEP,), 1
     if partials:
         splits = max(1, min(NUM_SMS // _divided(n, STEP), matrix.width // LEAST_RANGE))
-    m = 64 if rows <= 64 else 128
-    if splits == 1 and (m == 64 or n <= STEP * NUM_SMS):  # more columns than 128 spill registers
+    m = next(size for size in (8, 16, 32, 64, 128) if rows <= size)
+    if splits == 1 and (m <= 64 or n <= STEP * NUM_SMS):  # more columns than 128 spill registers
         columns = _even(n)
     steps = _divided(matrix.width, STEP * splits)
     shared = SHARED_BYTES
     if splits == 1:
-        shared -= 2 * m * columns[0]  # the output, before it is stored
-    room = shared // (STEP * (m + sum(columns)))
-    copied = next(size for size in (16, 32, 64, 128) if rows <= size)
-    registers = REGISTERS if m == 64 else None
-    return SpecializedTiles(m, copied, columns, max(2, min(room, steps)), splits, registers)
+        shared -= 2 * m * UNIT_ROWS  # of results, before they are stored
+    step = STEP * (m + _divided(sum(columns), UNIT_ROWS) * UNIT_ROWS)
+    if matrix.rounding.kind == "group":
+        step += 4 * max(m, LEAST_SCALES)
+    room = shared // step
+    registers = REGISTERS if m <= 64 else None
+    return SpecializedTiles(m, columns, max(2, min(room, steps)), splits, registers)
 
 
 def _even(n: int) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+MOST_ROWS = 128  # of x, in a product of few rows
+
 
 @dataclass(slots=True, frozen=True)
 class Rounding:
@@ -23,20 +25,27 @@ class RoundedRows:
     """Rows rounded to e4m3."""
 
     padded: Tensor  # [T or more, K] e4m3; what follows the rows is never used
-    scales: Tensor  # [T, G] float32
+    by_group: Tensor  # [G, MOST_ROWS] float32, scales of each group's numbers; as `padded`
+    count: int  # T
     dtype: torch.dtype  # of the rows before
 
     @property
     def numbers(self) -> Tensor:
         """[T, K] e4m3."""
-        return self.padded[: self.scales.shape[0]]
+        return self.padded[: self.count]
+
+    @property
+    def scales(self) -> Tensor:
+        """[T, G] float32."""
+        return self.by_group[:, : self.count].t()
 
     def index_select(self, dim: Literal[0], rows: Tensor) -> RoundedRows:
         """Some of the rows."""
         bits = self.padded.view(torch.uint8).index_select(dim, rows)
-        return replace(
-            self, padded=bits.view(self.padded.dtype), scales=self.scales.index_select(dim, rows)
-        )
+        by_group = torch.empty_like(self.by_group)
+        by_group[:, : len(rows)] = self.by_group.index_select(1, rows)
+        padded = bits.view(self.padded.dtype)
+        return replace(self, padded=padded, by_group=by_group, count=len(rows))
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from hydraspec_kernels.quantised.e4m3_kernel import e4m3_of
 from hydraspec_kernels.quantised.lanes import COLUMNS, EXPONENT
-from hydraspec_kernels.quantised.records import QuantisedMatrix, RoundedRows, Rounding
+from hydraspec_kernels.quantised.records import (
+    MOST_ROWS,
+    QuantisedMatrix,
+    RoundedRows,
+    Rounding,
+)
 from hydraspec_kernels.quantised.reference import (
     E4M3,
     E4M3_MAX,
@@ -203,16 +208,19 @@ def round_rows(
     x: Tensor, rounding: Rounding, maxima: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Numbers [T, K] in dtype (float16 or e4m3), and scales [T, G], of rows x [T, K]."""
-    numbers, scales = torch.empty(x.shape, dtype=dtype, device=x.device), empty_scales(x, rounding)
+    rows, columns = x.shape
+    numbers = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    groups = _num_groups(columns, rounding)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     _round(x, rounding, maxima, numbers, scales)
     return numbers, scales
 
 
 def rounded(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> RoundedRows:
     """Rows x [T, K] in e4m3, in memory of whole tiles of rows."""
-    scales, padded = empty_scales(x, rounding), empty_padded(*x.shape, x.device)
-    _round(x, rounding, maxima, padded[: x.shape[0]], scales)
-    return RoundedRows(padded, scales, x.dtype)
+    rows = empty_rounded(*x.shape, rounding, x)
+    _round(x, rounding, maxima, rows.numbers, rows.scales)
+    return rows
 
 
 def rounded_for_blocks(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
@@ -250,10 +258,18 @@ def rounded_in_type(x: Tensor, rounding: Rounding, maxima: Tensor | None) -> Ten
     return numbers
 
 
-def empty_scales(x: Tensor, rounding: Rounding) -> Tensor:
-    """Memory of the scales [T, G] of rows x [T, K]."""
-    groups = triton.cdiv(x.shape[1], rounding.group) if rounding.kind == "group" else 1
-    return torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
+def empty_rounded(rows: int, columns: int, rounding: Rounding, before: Tensor) -> RoundedRows:
+    """Memory of up to MOST_ROWS rounded rows of `columns` numbers; `before` has their type before,
+    and their device."""
+    assert rows <= MOST_ROWS, f"{rows} rows"
+    by_group = torch.empty(
+        _num_groups(columns, rounding), MOST_ROWS, dtype=torch.float32, device=before.device
+    )
+    return RoundedRows(empty_padded(rows, columns, before.device), by_group, rows, before.dtype)
+
+
+def _num_groups(columns: int, rounding: Rounding) -> int:
+    return triton.cdiv(columns, rounding.group) if rounding.kind == "group" else 1
 
 
 def _round(
