@@ -21,7 +21,8 @@ from hydraspec_kernels.quantised import (
 )
 from hydraspec_kernels.quantised.e4m3_kernel import rounded_row
 from hydraspec_kernels.quantised.kernel import launch
-from hydraspec_kernels.quantised.plan import LEAST_RANGE, MOST_ROWS, tiles_for
+from hydraspec_kernels.quantised.plan import LEAST_RANGE, tiles_for
+from hydraspec_kernels.quantised.records import MOST_ROWS
 from hydraspec_kernels.quantised.reference import (
     E4M3_MAX,
     LEAST_GROUP_MAX,
@@ -49,6 +50,8 @@ ROUNDINGS = {
 SCHEMES = {
     "rows": Scheme(kind="fp8", rows=1, columns=None, inputs="token"),
     "blocks": Scheme(kind="fp8", rows=128, columns=128, inputs="group", group=128),
+    "blocks beside rows": Scheme(kind="fp8", rows=128, columns=128, inputs="token"),
+    "rows beside groups": Scheme(kind="fp8", rows=1, columns=None, inputs="group", group=128),
     "narrow blocks": Scheme(kind="fp8", rows=32, columns=32, inputs="group", group=32),
     "blocks beside tokens": Scheme(kind="fp8", rows=16, columns=32, inputs="token"),
     "one scale": Scheme(kind="fp8", rows=None, columns=None, inputs="token"),
@@ -241,7 +244,9 @@ def test_a_norm_and_a_gate_round_as_the_product_would(
         assert torch.equal(found.numbers.float(), numbers.float())
         assert torch.equal(found.scales, scales)
         some = torch.tensor([4, 1], device=device)
-        assert torch.equal(found.index_select(0, some).numbers.float(), numbers[[4, 1]].float())
+        chosen = found.index_select(0, some)
+        assert torch.equal(chosen.numbers.float(), numbers[[4, 1]].float())
+        assert torch.equal(chosen.scales, scales[[4, 1]])
 
 
 SHAPES = [(1, 40, 96), (5, 70, 160), (17, 33, 104)]

@@ -17,6 +17,8 @@ from hydraspec_kernels.quantised import E4M3, QuantisedMatrix, Rounding, plan
 SHAPES = (
     (1, 43008, 5376, True, False),
     (1, 16384, 5376, True, False),
+    (1, 7400, 5376, False, False),  # 25 steps in flight, the most shared memory
+    (8, 22184, 2048, False, False),
     (32, 5376, 8192, True, True),
     (64, 43008, 5376, True, False),
     (64, 16384, 5376, True, False),

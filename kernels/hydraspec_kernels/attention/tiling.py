@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
-from hydraspec_kernels.quantised.plan import MOST_ROWS as MOST_ROUNDED_ROWS
+from hydraspec_kernels.quantised.records import MOST_ROWS as MOST_ROUNDED_ROWS
 from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_hopper
 

@@ -64,13 +64,12 @@ def _copy_weights(
 
 
 @gluon.jit
-def copy_steps(
+def _copy_steps(
     x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low, steps, tiles,
     R0: gl.constexpr, R1: gl.constexpr, R2: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    BRANCHES: gl.constexpr, XM: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+    BRANCHES: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The program of the copying warp: copies all steps of all tiles, as slots become free; of x
-    the first XM rows of a tile."""
+    """The program of the copying warp: copies all steps of all tiles, as slots become free."""
     R: gl.constexpr = R0 + R1 + R2
     program, programs = gl.program_id(0), gl.num_programs(0)
     total = gl.cdiv(tiles - program, programs) * steps
@@ -85,7 +84,7 @@ def copy_steps(
     wait_for_inputs(PDL)
     for i in range(first):
         k = (low + i % steps) * BK
-        load_tile(x, [m, k], filled.index(i), xs.index(i).slice(0, XM))
+        load_tile(x, [m, k], filled.index(i), xs.index(i))
     slot = 0
     phase = 0
     for i in range(first, total):
@@ -96,7 +95,7 @@ def copy_steps(
             weight_0, weight_1, weight_2, w0, w1, w2, slot, filled.index(slot), n, k, N,
             R0, R1, R2, BRANCHES,
         )  # fmt: skip
-        load_tile(x, [m, k], filled.index(slot), xs.index(slot).slice(0, XM))
+        load_tile(x, [m, k], filled.index(slot), xs.index(slot))
         slot += 1
         phase = gl.where(slot == STAGES, phase ^ 1, phase)
         slot = gl.where(slot == STAGES, 0, slot)
@@ -112,7 +111,7 @@ def _store(out, v, n0, m0, M, N, R: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(out, y, n0, m0, M, N, R: gl.constexpr, BM: gl.constexpr):
+def _store_sums(out, y, n0, m0, M, N, R: gl.constexpr, BM: gl.constexpr):
     """Stores y [BM, R] in float32 to columns from n0, in rows from m0, of this program's range of K
     of out [splits, M, N], in its type."""
     v = y.to(out.dtype.element_ty)
@@ -145,7 +144,7 @@ def _finish(
         y = y * logistic(y) * up
     elif END == "softcap":
         y = softcap * (2 * logistic(2 * y / softcap) - 1)
-    store_sums(out, y, n0, m0, M, N, R, BM)
+    _store_sums(out, y, n0, m0, M, N, R, BM)
 
 
 @gluon.jit
@@ -260,10 +259,10 @@ def _specialized_kernel(
                 ),
             ),
             (
-                copy_steps,
+                _copy_steps,
                 (
                     x, weight_0, weight_1, weight_2, xs, w0, w1, w2, filled, free, m, N, low,
-                    steps, tiles, R0, R1, R2, BK, STAGES, BRANCHES, BM, BYTES, PDL,
+                    steps, tiles, R0, R1, R2, BK, STAGES, BRANCHES, BYTES, PDL,
                 ),
             ),
         ],

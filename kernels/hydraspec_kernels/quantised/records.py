@@ -25,7 +25,7 @@ class RoundedRows:
     """Rows rounded to e4m3."""
 
     padded: Tensor  # [T or more, K] e4m3; what follows the rows is never used
-    by_group: Tensor  # [G, MOST_ROWS] float32, scales of each group's numbers; as `padded`
+    by_group: Tensor  # [G, MOST_ROWS] float32, [:, :T] are the scales of each group
     count: int  # T
     dtype: torch.dtype  # of the rows before
 

@@ -32,7 +32,7 @@ from hydraspec_kernels.runtime.launch_kernel import (
 ROUND_BLOCK = 2048  # numbers of a row that a program rounds at once
 FEW_ROWS = 128  # up to these a program rounds one group, or reads a row at once
 MOST_OF_ROW = 32768  # numbers of a row that a program reads at once
-ROWS_OF_TILES = 64  # of x, in the warp-specialised product
+ROWS_OF_TILES = 64  # memory of x has a multiple, in which whole tiles of the product lie
 UNPACK_ROWS, UNPACK_COLUMNS = 16, 256  # of a matrix, which a program unpacks
 
 

@@ -288,8 +288,8 @@ def _specialized_kernel(
     start_next(PDL)
     R: gl.constexpr = R0 + R1 + R2
     UNITS: gl.constexpr = (R + ROWS - 1) // ROWS
-    OF_X: gl.constexpr = x_scales.block_type.shape if GROUPS else [1, 0]
-    BYTES: gl.constexpr = BK * (BM + R) + 4 * OF_X[1]
+    SCALES: gl.constexpr = x_scales.block_type.shape[1] if GROUPS else 0
+    BYTES: gl.constexpr = BK * (BM + R) + 4 * SCALES
     split, splits = gl.program_id(1), gl.num_programs(1)
     all_steps = gl.cdiv(K, BK)
     low = split * all_steps // splits
@@ -298,7 +298,7 @@ def _specialized_kernel(
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     ws = gl.allocate_shared_memory(x.dtype, [STAGES * UNITS, ROWS, BK], x.layout)
     if GROUPS:
-        of_x = gl.allocate_shared_memory(gl.float32, [STAGES, 1, OF_X[1]], x_scales.layout)
+        of_x = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SCALES], x_scales.layout)
     else:
         of_x = xs  # not used
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
