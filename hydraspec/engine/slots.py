@@ -10,11 +10,12 @@ Letters: B requests, K most drafts, N offered lengths, P pairs of them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
+from operator import itemgetter
 
 import numpy as np
 
@@ -158,17 +159,27 @@ def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]
 
     Whether a draft is verified depends on the wanted numbers alone, never on estimates that read
     it."""
-    most = bisect_left(costs.offered, max(wanted))
-    longer = costs.offered[most]
+    offered, num_requests = costs.offered, len(wanted)
+    most = bisect_left(offered, max(wanted))
+    longer = offered[most]
     if min(wanted) == max(wanted):
         return longer, longer
-    rising = np.sort(wanted)
-    lengths = np.array(costs.offered)
-    shorter = np.arange(most + 1)
-    share = np.searchsorted(rising, lengths[: most + 1], side="right") / len(rising)
-    mean = lengths[most] + (lengths[: most + 1] - lengths[most]) * share
-    is_ragged = (share > 0) & (share < 1)
-    ms_of_draft = (costs.verify_ms[-1] - costs.verify_ms[0]) / lengths[-1]
-    worth = ms_of_draft * (mean - rising.mean()) / 2
-    best = int((costs.step_ms(mean, np.full_like(shorter, most), is_ragged) - worth).argmin())
-    return (costs.offered[best] if share[best] else longer), longer
+    rising = sorted(wanted)
+    verify_ms, ragged_ms = costs.verify_ms.tolist(), costs.ragged_ms.tolist()
+    worth = (verify_ms[-1] - verify_ms[0]) / offered[-1] / 2  # of a draft that is not wanted
+    found: list[tuple[float, int]] = []
+    for shorter in offered[: most + 1]:  # few numbers, for which numpy takes a step's host longer
+        num_short = bisect_right(rising, shorter)
+        mean = longer + (shorter - longer) * num_short / num_requests
+        ms = _interpolated(mean, offered, verify_ms) - worth * mean
+        if 0 < num_short < num_requests:
+            ms += _interpolated(mean, offered, ragged_ms)
+        found.append((ms, shorter if num_short else longer))
+    return min(found, key=itemgetter(0))[1], longer
+
+
+def _interpolated(x: float, rising: Sequence[int], values: Sequence[float]) -> float:
+    """The value at x, which lies within `rising`, linearly between those beside it."""
+    at = max(1, bisect_left(rising, x))
+    share = (x - rising[at - 1]) / (rising[at] - rising[at - 1])
+    return values[at - 1] + share * (values[at] - values[at - 1])

@@ -4,16 +4,15 @@ the costs that it is given."""
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 from records import part
+from simulated_requests import LINEAR, MOST, Rates, always, chooser, decode, decoded, table
 from tiny_targets import run_config
 
 from hydraspec.config.schema import PerStep
@@ -28,84 +27,12 @@ from hydraspec.engine.schedule.draft_lengths import (
     offered_lengths,
 )
 from hydraspec.engine.slots import (
-    RAGGED_SHARE,
     Allocation,
     LengthCosts,
     accepted_by_length,
     best_allocation,
 )
-from hydraspec.types import ConfigurationError, RequestStep
-
-MOST = 6
-LINEAR = [1 + 0.3 * k for k in range(MOST + 1)]
-Rates = Callable[[int, int], Sequence[float]]  # by step and request
-
-
-def table(step_ms: Sequence[float]) -> CostTable:
-    return CostTable(batches=(1,), drafts=tuple(range(len(step_ms))), step_ms=(tuple(step_ms),))
-
-
-class Traffic:
-    """Requests whose draft i is accepted at a rate, once those before it were. A step verifies what
-    the one before proposed for the request, and no more than it has rows for."""
-
-    def __init__(self, rates: Rates) -> None:
-        self.rates, self.draw = rates, random.Random(1)
-        self.num_steps, self.proposed = 0, list[int]()  # of each request
-
-    def step(self, chosen: ChosenDrafts) -> list[RequestStep]:
-        steps = []
-        for index, count in enumerate(chosen.counts):
-            rates = self.rates(self.num_steps, index)
-            offered, accepted = min(count, *self.proposed[index : index + 1] or [0]), 0
-            while accepted < offered and self.draw.random() < rates[accepted]:
-                accepted += 1
-            steps.append(part(index, offered, accepted))
-        self.num_steps += 1
-        self.proposed = [
-            chosen.draft_length if chosen.for_all or count else 0 for count in chosen.counts
-        ]
-        return steps
-
-
-def decode(
-    lengths: DraftLengths, rates: Rates, num_steps: int, num_requests: int, fixed: int | None = None
-) -> tuple[float, list[int]]:
-    """Tokens per millisecond, and the longest length of each step."""
-    tokens, ms, chosen = 0, 0.0, []
-    for drafts, steps, step_ms in decoded(lengths, rates, num_steps, num_requests, fixed):
-        tokens += sum(len(step.output_token_ids) for step in steps)
-        ms += step_ms
-        chosen.append(drafts.draft_length)
-    return tokens / ms, chosen
-
-
-def decoded(
-    lengths: DraftLengths, rates: Rates, num_steps: int, num_requests: int, fixed: int | None = None
-) -> Iterator[tuple[ChosenDrafts, list[RequestStep], float]]:
-    """What each step was to verify, what came of it, and the milliseconds that it takes."""
-    assert lengths.costs is not None
-    lengths.start_over()
-    traffic, slots = Traffic(rates), range(num_requests)
-    for _ in range(num_steps):
-        chosen = lengths.choose(slots, num_requests)
-        if fixed is not None:
-            chosen = ChosenDrafts([fixed] * num_requests, fixed)
-        steps = traffic.step(chosen)
-        lengths.observe(slots, steps)
-        is_ragged = len(set(chosen.counts)) > 1
-        cost = lengths.costs.at(num_requests, fmean(chosen.counts))
-        drafting = lengths.costs.at(num_requests, chosen.draft_length).draft_ms or 0.0
-        verify_ms = cost.step_ms - (cost.draft_ms or 0.0)
-        yield chosen, steps, verify_ms * (1 + RAGGED_SHARE * is_ragged) + drafting
-
-
-def always(*rates: float) -> Rates:
-    return lambda step, request: rates
-
-
-def chooser(costs: CostTable) -> DraftLengths:
-    return DraftLengths(range(MOST + 1), costs, num_slots=16)
+from hydraspec.types import ConfigurationError
 
 
 @pytest.mark.slow
@@ -376,6 +303,29 @@ def test_results_of_a_request_without_its_slot_change_no_other() -> None:
     others.observe([-1, *slots[1:]], steps)
     first, second = (each.choose(slots, 16).counts for each in (lengths, others))
     assert first[1:] == second[1:]
+
+
+def test_the_price_beside_estimates_is_kept_while_requests_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nine steps have a price of the same results; a step of far fewer requests has its own."""
+    choices = counted_choices(monkeypatch)
+    lengths = DraftLengths(range(MOST + 1), ROWS_ARE_DEAR, 16, reads_estimates=True)
+    sure, unsure = [0.95**i for i in range(1, MOST + 1)], [0.05] * MOST
+    slots = range(16)
+    for number in range(36):
+        wanted = [sure] * (number % 16) + [unsure] * (16 - number % 16)
+        chosen = lengths.choose(slots, 16, wanted)
+        assert chosen.draft_length == MOST
+        lengths.observe(slots, [part(i, n, n) for i, n in enumerate(chosen.counts)])
+        lengths.begin(number % 16)
+    assert len(choices) == 4
+    lengths.choose(range(12), 12, [sure] * 12)
+    assert len(choices) == 5, "after eight steps"
+    lengths.choose(range(9), 9, [sure] * 9)
+    assert len(choices) == 5
+    lengths.choose(range(8), 8, [sure] * 8)
+    assert len(choices) == 6
 
 
 def test_estimates_choose_what_is_verified() -> None:

@@ -46,8 +46,9 @@ TRIAL_SHARE = 0.01
 STEPS_UNTIL_TRIAL = 100
 # A split that was chosen again is kept for this share of the steps that it has lasted, so many at
 # most, until a request joins: choosing takes the host as long as it saves in a small step. The most
-# drafts for all are kept until one is rejected.
-SHARE_OF_SAME, MOST_KEPT = 0.5, 8
+# drafts for all are kept until one is rejected. Beside estimates a price is kept for MOST_KEPT
+# steps of as many requests but for this share.
+SHARE_OF_SAME, MOST_KEPT, PRICED_SHARE = 0.5, 8, 0.25
 
 
 def offered_lengths(method: MethodConfig) -> tuple[int, ...]:
@@ -121,6 +122,7 @@ class _Choice:
     num_left: int  # further steps that take it without choosing
     lengths: dict[tuple[int, ...], tuple[int, int]]  # by numbers of drafts wanted, rising
     was_missed: bool = False  # some draft was rejected since, or a request joined
+    num_kept: int = 0  # further steps that took it
 
     def may_change(self, most: int) -> bool:
         """Returns whether results since then may make another split better. Where every request
@@ -132,6 +134,12 @@ class _Choice:
         gives each of them the same, slots may be others."""
         is_same = self.of[1:] == of[1:]
         return is_same and (self.of[0] == of[0] or min(self.counts) == max(self.counts))
+
+    def prices(self, of: tuple[Sequence[int], int, int]) -> bool:
+        """Returns whether its price of a draft is one for a step of about so many requests and this
+        context, where estimates choose what is verified, whoever the requests are."""
+        is_near = abs(of[1] - self.of[1]) <= PRICED_SHARE * self.of[1]
+        return is_near and of[2] == self.of[2] and self.num_kept < MOST_KEPT
 
     def raised(self, wanted: Sequence[int]) -> list[int]:
         """The numbers of drafts wanted [B], each raised to one of two lengths."""
@@ -234,10 +242,12 @@ class DraftLengths:
             return _by_script(next(self._script), len(slots))
         if self.costs is None:
             return ChosenDrafts([self.offered[-1]] * len(slots), self.offered[-1])
-        choice = self._choice_for((slots, num_requests, context // CONTEXT_STEP), self.costs)
-        length, verified = self.offered[choice.best.most], choice.counts[: len(slots)]
         given = [each for each in survivals if each]
-        if length and given and len(given) == len(survivals):
+        are_estimated = bool(given) and len(given) == len(survivals)
+        of = slots, num_requests, context // CONTEXT_STEP
+        choice = self._choice_for(of, self.costs, are_estimated)
+        length, verified = self.offered[choice.best.most], choice.counts[: len(slots)]
+        if length and are_estimated:
             counts = choice.raised(leading(given, choice.least))
             counts += [0] * (len(slots) - len(counts))
             return ChosenDrafts(counts, self.offered[-1], for_all=True)
@@ -248,14 +258,21 @@ class DraftLengths:
             return ChosenDrafts(verified, self.offered[-1], for_all=True)
         return ChosenDrafts(verified, length)
 
-    def _choice_for(self, of: tuple[Sequence[int], int, int], table: CostTable) -> _Choice:
+    def _choice_for(
+        self, of: tuple[Sequence[int], int, int], table: CostTable, are_estimated: bool
+    ) -> _Choice:
         """The split of a step of these slots, requests and context: that of the step before, or one
-        that is chosen by all results so far."""
+        that is chosen by all results so far. are_estimated: its price alone decides."""
         choice = self._choice
-        if choice is None or choice.may_change(self.offered[-1]) or not choice.serves(of):
+        if choice is None or not (
+            choice.prices(of)
+            if are_estimated
+            else choice.serves(of) and not choice.may_change(self.offered[-1])
+        ):
             choice = self._choose(of, table)
         else:
             choice.num_left -= 1
+            choice.num_kept += 1
         self._num_same = self._num_same + 1 if choice.best.most == self._last else 1
         self._last = choice.best.most
         self._num_kept += 1
