@@ -224,7 +224,7 @@ def _time_cell(config: RunConfig, engine: Engine, plain: Engine, batch: int, con
     rounds = {choice.name: choice.tpot_ms for choice in choices if choice.tpot_ms}
     last = choices[-1].name
     fixed = [name for name in rounds if name != AUTO]
-    best = min(fixed, key=lambda name: _by_round(rounds[name], rounds[PLAIN]), default=None)
+    best = max(fixed, key=lambda name: _by_round(rounds[last], rounds[name]), default=None)
     to_none, to_best = (
         _by_round(rounds[last], rounds[other]) if other in rounds else None
         for other in (PLAIN, best)
