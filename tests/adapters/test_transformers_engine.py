@@ -122,8 +122,11 @@ def outputs(completions: dict[int, Completion]) -> dict[int, tuple[list[int], st
 @pytest.mark.parametrize(
     "target",
     [
-        *("tiny_gemma4", "tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_unified"),
-        *("tiny_gemma4_images", "tiny_qwen3", "tiny_mistral"),
+        *("tiny_gemma4_e", "tiny_gemma4_moe", "tiny_gemma4_images", "tiny_mistral"),
+        *(
+            pytest.param(target, marks=pytest.mark.slow)
+            for target in ("tiny_gemma4", "tiny_gemma4_unified", "tiny_qwen3")
+        ),
     ],
 )
 def test_plain_tokens_equal_the_native_engines(target: str) -> None:

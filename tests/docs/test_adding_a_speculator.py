@@ -113,6 +113,7 @@ def test_the_other_commands_take_its_drafter(page: CarriedOut) -> None:
     assert predicted["acceptance_length"] > 1.3
 
 
+@pytest.mark.slow
 def test_the_page_without_weights_works(tmp_path: Path) -> None:
     """Drafts are what stood after the newest token's last earlier place, with K set and chosen."""
     _, files, (commands,) = parts_of("drafter_without_weights.md")

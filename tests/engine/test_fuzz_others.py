@@ -28,6 +28,7 @@ def test_a_few_configurations_decode_as_the_plain_engine() -> None:
     assert tally.num_accepted > 20
 
 
+@pytest.mark.slow
 def test_copied_drafts_decode_as_the_plain_engine() -> None:
     """Three of each target: the number of drafts differs by request within a step."""
     tally = run_cases(range(3000, 3000 + 3 * len(COPIED)), replace(ON_CPU, pairs=COPIED))

@@ -32,7 +32,7 @@ from hydraspec.engine.native import NativeEngine
 from hydraspec.parallel.layout import Layout
 from hydraspec.types import Completion, Request, SamplingParams, StepRecord, Structured
 
-IN_EVERY_SUITE = ("gemma4_mtp", "eagle3", "dflash", "ngram")
+IN_EVERY_SUITE = ("gemma4_mtp", "eagle3", "ngram")
 NUM_SCHEMAS = 500
 TEXTS = (
     "Write job, name, city, color and id of this record as JSON.\nid: A7388; color: red; item: "

@@ -27,6 +27,7 @@ from graph_runs import (
     run_requests,
     zoo_requests,
 )
+from grids import in_turn
 from hydraspec_kernels.lookup import Lookup
 from recorded_graphs import CalledAgain
 from side_by_side import assert_same_run, run_alone
@@ -365,8 +366,7 @@ def without_graphs(method: str) -> Run:
     return run_requests(engine, zoo_requests(6))
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
-@pytest.mark.parametrize("method", ["suffix", "ngram"])
+@pytest.mark.parametrize(("mode", "method"), in_turn(GRAPH_MODES, ("suffix", "ngram")))
 def test_every_graph_mode_drafts_as_without_graphs(
     method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

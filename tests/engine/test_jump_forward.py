@@ -79,7 +79,10 @@ def p_of_outputs(target: str, method: str, *typed: str) -> tuple[float, int]:
     ("method", "typed"),
     [
         ("eagle3", (EVERY_DRAFT_IS_SAMPLED,)),
-        ("eagle3", (EVERY_DRAFT_IS_SAMPLED, "method.verification=block")),
+        pytest.param(
+            *("eagle3", (EVERY_DRAFT_IS_SAMPLED, "method.verification=block")),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("eagle3", (), marks=pytest.mark.slow),
         *(
             pytest.param(

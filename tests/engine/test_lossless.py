@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz_stages import RANDOM_GEMMAS
+from grids import in_turn
 from scenarios import (
     KNOWN_TOKENS,
     Outcome,
@@ -78,8 +79,7 @@ def run_oracle_scenarios(world: World, num_scenarios: int, seed: int) -> Outcome
     return outcome
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(("flavour", "dtype"), in_turn(FLAVOURS, (torch.float64, torch.float32)))
 def test_oracle_drafts_are_lossless(
     world_of: Callable[[str, torch.dtype], World], flavour: str, dtype: torch.dtype
 ) -> None:

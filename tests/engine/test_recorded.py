@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from graph_runs import attention_as_on_devices, graph_config, make_graph_engine, zoo_requests
+from grids import every_third
 from many_ranks import over_ranks
 from recorded_graphs import RecordedOps
 
@@ -128,9 +129,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("k", "mode", "temperature"), every_third((1, 2, 3), ("none", "full"), (0.0, 0.9))
+)
 def test_requests_accept_what_was_recorded(
     k: int, mode: str, temperature: float, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,10 +76,7 @@ def plain(method: str) -> Found:
 @pytest.mark.parametrize(
     ("method", "mode", "ahead"),
     slow_unless(
-        lambda *case: (
-            case
-            in (("eagle3", MODES[0], True), ("eagle3", MODES[2], False), ("eagle3", "none", True))
-        ),
+        lambda *case: case in (("eagle3", MODES[0], True), ("eagle3", MODES[2], False)),
         [
             (method, mode, ahead)
             for method in ("eagle3", "gemma4_mtp", "none")

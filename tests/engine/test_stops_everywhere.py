@@ -54,7 +54,7 @@ def said(method: str) -> Whole:
 @pytest.mark.parametrize(
     ("method", "mode"),
     slow_unless(
-        lambda *case: case in (("eagle3", "full_and_piecewise"), ("gemma4_mtp", "full")),
+        lambda *case: case == ("eagle3", "full_and_piecewise"),
         [
             (method, mode)
             for method in ("eagle3", "gemma4_mtp", "dflash", "mtp")

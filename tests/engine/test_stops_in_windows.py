@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 import torch
+from grids import slow_unless
 from window_ends import Whole, check_ends, decoded, whole
 
 from hydraspec import factory
@@ -95,7 +96,13 @@ def without_end(target: str) -> list[list[int]]:
     return [completion.output_token_ids for completion in found]
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "few blocks"])
+@pytest.mark.parametrize(
+    "path",
+    slow_unless(
+        lambda path: path in ("none", "one step ahead", "gemma4_mtp", "mtp", "ngram", "assisted"),
+        [(path,) for path in PATHS if path != "few blocks"],
+    ),
+)
 def test_the_first_end_of_sequence_ends_an_answer(path: str) -> None:
     """Also where it is an accepted draft, with a token after it."""
     plain = engine_of(target_of(path), "method=none")

@@ -134,9 +134,9 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     [
         ("eagle3 on gemma4", Verification.standard),
         pytest.param("eagle3 on gemma4", Verification.block, marks=pytest.mark.slow),
-        ("peagle on gemma4", Verification.standard),
+        pytest.param("peagle on gemma4", Verification.standard, marks=pytest.mark.slow),
         ("dspark on qwen3", Verification.standard),
-        ("dflash on qwen3", Verification.standard),
+        pytest.param("dflash on qwen3", Verification.standard, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_drafts_of_a_narrow_vocabulary_do_not_bias(

@@ -188,6 +188,7 @@ def test_scenes_are_what_they_say() -> None:
     assert ((scenes.classes[whole] - 1) % len(colours) == near).float().mean() > 0.95
 
 
+@pytest.mark.slow
 def test_held_out_questions_are_answered() -> None:
     found = make_pictured.accuracy(wrapper(), FOLDERS[0])
     assert set(found) == set(LEAST_RIGHT)
