@@ -155,27 +155,25 @@ def leading(survivals: Iterable[Sequence[float]], least: float) -> list[int]:
 def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]:
     """The two offered lengths to which numbers of drafts wanted [B] are raised as costs least: to
     the first where that is enough, else to the second; they are equal where one serves all. Drafts
-    that are not wanted are worth half of their rows: between nothing and all.
+    that are not wanted are worth half of their rows: between nothing and all. So the second is more
+    than the most that is wanted where it costs next to nothing.
 
     Whether a draft is verified depends on the wanted numbers alone, never on estimates that read
     it."""
-    offered, num_requests = costs.offered, len(wanted)
-    most = bisect_left(offered, max(wanted))
-    longer = offered[most]
-    if min(wanted) == max(wanted):
-        return longer, longer
-    rising = sorted(wanted)
+    offered, num_requests, rising = costs.offered, len(wanted), sorted(wanted)
     verify_ms, ragged_ms = costs.verify_ms.tolist(), costs.ragged_ms.tolist()
     worth = (verify_ms[-1] - verify_ms[0]) / offered[-1] / 2  # of a draft that is not wanted
-    found: list[tuple[float, int]] = []
-    for shorter in offered[: most + 1]:  # few numbers, for which numpy takes a step's host longer
-        num_short = bisect_right(rising, shorter)
-        mean = longer + (shorter - longer) * num_short / num_requests
-        ms = _interpolated(mean, offered, verify_ms) - worth * mean
-        if 0 < num_short < num_requests:
-            ms += _interpolated(mean, offered, ragged_ms)
-        found.append((ms, shorter if num_short else longer))
-    return min(found, key=itemgetter(0))[1], longer
+    most = bisect_left(offered, rising[-1])
+    found: list[tuple[float, tuple[int, int]]] = []
+    for longer in offered[most:]:  # few pairs, for which numpy takes a step's host longer
+        for shorter in (*offered[:most], longer):
+            num_short = bisect_right(rising, shorter)
+            mean = longer + (shorter - longer) * num_short / num_requests
+            ms = _interpolated(mean, offered, verify_ms) - worth * mean
+            if 0 < num_short < num_requests:
+                ms += _interpolated(mean, offered, ragged_ms)
+            found.append((ms, (shorter if num_short else longer, longer)))
+    return min(found, key=itemgetter(0))[1]
 
 
 def _interpolated(x: float, rising: Sequence[int], values: Sequence[float]) -> float:

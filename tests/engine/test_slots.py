@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -126,11 +127,10 @@ def test_two_lengths_hold_what_is_wanted_and_cost_least(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_requests, costs = 1 + seed % 5, random_costs(rng)
     wanted = rng.integers(0, MOST + 1, num_requests)
-    most = min(n for n in OFFERED if n >= wanted.max())
     every = [
-        tuple(length if n <= length else most for n in wanted.tolist())
-        for length in OFFERED
-        if length <= most
+        tuple(shorter if n <= shorter else longer for n in wanted.tolist())
+        for shorter, longer in product(OFFERED, OFFERED)
+        if shorter <= longer >= wanted.max()
     ]
     found = tuple(raised(wanted.tolist(), costs))
     assert found in every
@@ -143,6 +143,14 @@ def test_two_lengths_hold_what_is_wanted_and_cost_least(seed: int) -> None:
         return cost_of(counts, costs) - drafting - float(unwanted * draft_ms / 2)
 
     assert price(found) == pytest.approx(min(map(price, every)))
+
+
+def test_drafts_that_cost_nothing_are_verified_although_they_are_not_wanted() -> None:
+    costs = LengthCosts((0, 2, 4), np.array([1.0, 1.5, 1.5]), np.zeros(3), np.array([0.1] * 3))
+    assert raised([1], costs) == [4]
+    assert raised([0, 1, 2], costs) == [4, 4, 4]
+    dear = replace(costs, verify_ms=np.array([1.0, 1.5, 2.0]))
+    assert raised([1], dear) == [2]
 
 
 def test_a_draft_is_verified_whatever_comes_after_it() -> None:
