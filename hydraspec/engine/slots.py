@@ -140,16 +140,29 @@ def _best_of_one(accepted: np.ndarray, costs: LengthCosts, last: int | None) -> 
     return Allocation(np.array([costs.offered[most]]), most, speeds[most])
 
 
-def least_survival(costs: LengthCosts, num_requests: int, tokens_per_ms: float) -> float:
-    """Survival above which a draft is worth its row where `tokens_per_ms` are reached: the tokens
-    that other steps yield in the time of the row."""
-    rows = costs.offered[-1] * num_requests
-    return tokens_per_ms * float(costs.verify_ms[-1] - costs.verify_ms[0]) / rows
+def least_survivals(
+    costs: LengthCosts, num_requests: int, tokens_per_ms: float
+) -> tuple[float, float]:
+    """Survivals above which a first and a further draft are worth their rows where `tokens_per_ms`
+    are reached: the tokens that other steps yield in the time of the row. The first row costs what
+    one costs on average; a further one what it adds to a step with drafts, which may be less: a
+    step without any has kernels for one row."""
+    each = tokens_per_ms / num_requests
+    some, most = costs.offered[1], costs.offered[-1]
+    first = further = float(costs.verify_ms[-1] - costs.verify_ms[0]) / most
+    if most > some:
+        further = float(costs.verify_ms[-1] - costs.verify_ms[1]) / (most - some)
+    return each * first, each * further
 
 
-def leading(survivals: Iterable[Sequence[float]], least: float) -> list[int]:
-    """Numbers [B] of leading drafts whose survivals [B, K] are all at least `least`."""
-    return [sum(1 for _ in takewhile(least.__le__, each)) for each in survivals]
+def leading(survivals: Iterable[Sequence[float]], least: tuple[float, float]) -> list[int]:
+    """Numbers [B] of leading drafts whose survivals [B, K] are all at least those of `least`: of
+    the first draft, and of the others."""
+    first, further = least
+    return [
+        1 + sum(1 for _ in takewhile(further.__le__, each[1:])) if each[0] >= first else 0
+        for each in survivals
+    ]
 
 
 def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]:
@@ -161,6 +174,8 @@ def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]
     Whether a draft is verified depends on the wanted numbers alone, never on estimates that read
     it."""
     offered, num_requests, rising = costs.offered, len(wanted), sorted(wanted)
+    if rising[0] == offered[-1]:
+        return offered[-1], offered[-1]
     verify_ms, ragged_ms = costs.verify_ms.tolist(), costs.ragged_ms.tolist()
     worth = (verify_ms[-1] - verify_ms[0]) / offered[-1] / 2  # of a draft that is not wanted
     most = bisect_left(offered, rising[-1])

@@ -17,7 +17,7 @@ from hydraspec.engine.slots import (
     best_allocation,
     in_two_lengths,
     leading,
-    least_survival,
+    least_survivals,
 )
 
 OFFERED = (0, 1, 2, 4)
@@ -117,9 +117,20 @@ def test_the_least_survival_is_that_of_a_row_which_pays_for_itself() -> None:
     verify = 1 + row_ms * num_requests * np.array(OFFERED)
     costs = LengthCosts(OFFERED, verify, np.zeros(4), np.zeros(4))
     tokens, ms = 9.0, 2.0
-    least = least_survival(costs, num_requests, tokens / ms)
+    least, further = least_survivals(costs, num_requests, tokens / ms)
+    assert further == pytest.approx(least)
     assert (tokens + 1.01 * least) / (ms + row_ms) > tokens / ms
     assert (tokens + 0.99 * least) / (ms + row_ms) < tokens / ms
+
+
+def test_further_drafts_cost_what_they_add_to_a_step_with_drafts() -> None:
+    costs = LengthCosts((0, 1, 3), np.array([1.0, 1.6, 1.8]), np.zeros(3), np.zeros(3))
+    first, further = least_survivals(costs, 2, 3.0)
+    assert first == pytest.approx(3 / 2 * 0.8 / 3)
+    assert further == pytest.approx(3 / 2 * 0.1)
+    assert leading([[0.5, 0.2, 0.1], [0.39, 0.3, 0.2]], (first, further)) == [2, 0]
+    one = replace(costs, offered=(0, 3), verify_ms=np.array([1.0, 1.8]))
+    assert least_survivals(one, 2, 3.0) == pytest.approx((first, first))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -158,7 +169,7 @@ def test_a_draft_is_verified_whatever_comes_after_it() -> None:
     the estimates after a draft, which read its token, does not change whether it is verified."""
     rng = np.random.default_rng(3)
     for _ in range(300):
-        costs, least = random_costs(rng), rng.uniform(0.1, 0.6)
+        costs, least = random_costs(rng), tuple(rng.uniform(0.1, 0.6, 2))
         survivals = random_survivals(rng, 4)
         counts = raised(leading(survivals, least), costs)
         for index in range(MOST):  # estimates after draft `index` are others

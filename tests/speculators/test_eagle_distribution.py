@@ -242,7 +242,7 @@ def test_choosing_drafts_by_estimates_does_not_bias(
     table = CostTable(batches=(1,), drafts=(0, 1, 2), step_ms=steps, rates=rates)
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(table.as_json()))
-    monkeypatch.setattr(draft_lengths, "least_survival", lambda *args: LEAST)
+    monkeypatch.setattr(draft_lengths, "least_survivals", lambda *args: (LEAST, LEAST))
     monkeypatch.setattr(slots, "RAGGED_SHARE", 0.0)  # steps of two lengths cost no more
     decoded = partial(second_tokens, *(world, prompt, Verification.standard, False), costs=path)
     counts, accepted = decoded(num_requests=MANY_REQUESTS)

@@ -27,7 +27,7 @@ from hydraspec.engine.slots import (
     best_allocation,
     in_two_lengths,
     leading,
-    least_survival,
+    least_survivals,
 )
 from hydraspec.types import RequestStep
 
@@ -118,7 +118,7 @@ class _Choice:
     counts: list[int]  # of `best`: of the slots, then of new requests
     costs: LengthCosts
     step_ms: list[float]  # [N] whole steps by these costs
-    least: float  # survival above which a draft is worth its row
+    least: tuple[float, float]  # see least_survivals
     num_left: int  # further steps that take it without choosing
     lengths: dict[tuple[int, ...], tuple[int, int]]  # by numbers of drafts wanted, rising
     was_missed: bool = False  # some draft was rejected since, or a request joined
@@ -291,7 +291,7 @@ class DraftLengths:
             self._num_kept = 0
         num_left = min(int(SHARE_OF_SAME * self._num_kept), MOST_KEPT)
         step_ms: list[float] = (costs.verify_ms + costs.draft_ms).tolist()
-        least = least_survival(costs, num_requests, best.tokens_per_ms)
+        least = least_survivals(costs, num_requests, best.tokens_per_ms)
         self._choice = _Choice(of, best, counts, costs, step_ms, least, num_left, {})
         return self._choice
 
