@@ -167,9 +167,6 @@ class Slab:
             if maxima is None:
                 maxima = self._maxima(x, matrix)
             if skipped % matrix.rows:
-                if isinstance(x, RoundedRows):  # has no product with a matrix whose blocks are cut
-                    found.append(quantised_linear(x, matrix, maxima)[:, skipped:])
-                    continue
                 matrix = matrix.by_row()
             if skipped:
                 matrix = matrix.from_row(skipped)
