@@ -50,6 +50,11 @@ class LengthCosts:
             ragged_ms = np.array([cost.ragged_ms for cost in each])
         return cls(tuple(offered), verify_ms, draft_ms, ragged_ms)
 
+    @property
+    def draft_row_ms(self) -> float:
+        """Milliseconds of verifying one more draft of every request, on average."""
+        return float(self.verify_ms[-1] - self.verify_ms[0]) / self.offered[-1]
+
     def step_ms(self, mean: np.ndarray, most: np.ndarray, is_ragged: np.ndarray) -> np.ndarray:
         """Times [...] of steps that verify `mean` drafts a request and propose offered[most]."""
         found: np.ndarray = np.interp(mean, self.offered, self.ragged_ms)
@@ -149,7 +154,7 @@ def least_survivals(
     step without any has kernels for one row."""
     each = tokens_per_ms / num_requests
     some, most = costs.offered[1], costs.offered[-1]
-    first = further = float(costs.verify_ms[-1] - costs.verify_ms[0]) / most
+    first = further = costs.draft_row_ms
     if most > some:
         further = float(costs.verify_ms[-1] - costs.verify_ms[1]) / (most - some)
     return each * first, each * further
@@ -177,7 +182,7 @@ def in_two_lengths(wanted: Sequence[int], costs: LengthCosts) -> tuple[int, int]
     if rising[0] == offered[-1]:
         return offered[-1], offered[-1]
     verify_ms, ragged_ms = costs.verify_ms.tolist(), costs.ragged_ms.tolist()
-    worth = (verify_ms[-1] - verify_ms[0]) / offered[-1] / 2  # of a draft that is not wanted
+    worth = costs.draft_row_ms / 2  # of a draft that is not wanted
     most = bisect_left(offered, rising[-1])
     found: list[tuple[float, tuple[int, int]]] = []
     for longer in offered[most:]:  # few pairs, for which numpy takes a step's host longer

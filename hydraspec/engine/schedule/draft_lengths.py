@@ -119,15 +119,15 @@ class _Choice:
     costs: LengthCosts
     step_ms: list[float]  # [N] whole steps by these costs
     least: tuple[float, float]  # see least_survivals
-    num_left: int  # further steps that take it without choosing
+    most_taken: int  # further steps that take it without choosing
     lengths: dict[tuple[int, ...], tuple[int, int]]  # by numbers of drafts wanted, rising
     was_missed: bool = False  # some draft was rejected since, or a request joined
-    num_kept: int = 0  # further steps that took it
+    num_taken: int = 0  # further steps that took it
 
     def may_change(self, most: int) -> bool:
         """Returns whether results since then may make another split better. Where every request
         has the `most` drafts, accepted ones never do: they raise later survivals most."""
-        return self.num_left <= 0 and (self.was_missed or min(self.counts) < most)
+        return self.num_taken >= self.most_taken and (self.was_missed or min(self.counts) < most)
 
     def serves(self, of: tuple[Sequence[int], int, int]) -> bool:
         """Returns whether the split is one of a step of these slots, requests and context: if it
@@ -139,7 +139,13 @@ class _Choice:
         """Returns whether its price of a draft is one for a step of about so many requests and this
         context, where estimates choose what is verified, whoever the requests are."""
         is_near = abs(of[1] - self.of[1]) <= PRICED_SHARE * self.of[1]
-        return is_near and of[2] == self.of[2] and self.num_kept < MOST_KEPT
+        return is_near and of[2] == self.of[2] and self.num_taken < MOST_KEPT
+
+    def stays(self, of: tuple[Sequence[int], int, int], most: int, are_estimated: bool) -> bool:
+        """Returns whether a step of these slots, requests and context takes it."""
+        if are_estimated:
+            return self.prices(of)
+        return self.serves(of) and not self.may_change(most)
 
     def raised(self, wanted: Sequence[int]) -> list[int]:
         """The numbers of drafts wanted [B], each raised to one of two lengths."""
@@ -203,7 +209,7 @@ class DraftLengths:
         self._count_results()
         self._num_kept //= 2
         if self._choice is not None:
-            self._choice.num_left, self._choice.was_missed = 0, True
+            self._choice.most_taken, self._choice.was_missed = 0, True
         self._acceptance.begin(slot)
 
     def follow(self, script: Iterable[int | Sequence[int]] | None) -> None:
@@ -264,15 +270,10 @@ class DraftLengths:
         """The split of a step of these slots, requests and context: that of the step before, or one
         that is chosen by all results so far. are_estimated: its price alone decides."""
         choice = self._choice
-        if choice is None or not (
-            choice.prices(of)
-            if are_estimated
-            else choice.serves(of) and not choice.may_change(self.offered[-1])
-        ):
+        if choice is None or not choice.stays(of, self.offered[-1], are_estimated):
             choice = self._choose(of, table)
         else:
-            choice.num_left -= 1
-            choice.num_kept += 1
+            choice.num_taken += 1
         self._num_same = self._num_same + 1 if choice.best.most == self._last else 1
         self._last = choice.best.most
         self._num_kept += 1
@@ -289,10 +290,10 @@ class DraftLengths:
         before = self._choice
         if before is None or before.counts != counts:
             self._num_kept = 0
-        num_left = min(int(SHARE_OF_SAME * self._num_kept), MOST_KEPT)
+        most_taken = min(int(SHARE_OF_SAME * self._num_kept), MOST_KEPT)
         step_ms: list[float] = (costs.verify_ms + costs.draft_ms).tolist()
         least = least_survivals(costs, num_requests, best.tokens_per_ms)
-        self._choice = _Choice(of, best, counts, costs, step_ms, least, num_left, {})
+        self._choice = _Choice(of, best, counts, costs, step_ms, least, most_taken, {})
         return self._choice
 
     def observe(self, slots: Sequence[int], requests: Sequence[RequestStep]) -> None:
