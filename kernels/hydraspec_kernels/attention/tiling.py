@@ -25,6 +25,13 @@ MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 MAX_LONG_SPLITS, SHARES_OF_LONG = 64, 4
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
+# Requests with few rows beside requests with many, which a second launch attends with splits.
+FEW_ROWS = 16
+FEW_TILE_ROWS = 4  # that a tile holds: a request that decodes has one, with drafts few more
+# Least number of keys that the block table has room for, and of splits, for which that is worth a
+# second launch and adding up.
+LONG_KEYS, LEAST_FEW_SPLITS = 8192, 4
+
 # Fused decode.
 # Rows of a request. A pass with more writes all its keys before it reads any, so that requests may
 # read each other's keys; the engine's scheduler relies on this.
@@ -98,6 +105,27 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
         cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
     programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
     return replace(cut, splits=_splits(programs, MAX_SPLITS))
+
+
+def few_rows_tiling(plan: DevicePlan, dtype: torch.dtype) -> Tiling:
+    """The paged kernel's tiling for the requests of a plan that have at most FEW_ROWS rows, cut as
+    if all requests were such and had one tile of queries each."""
+    requests = plan.num_busy or plan.num_requests
+    return paged_tiling(plan.shape, FEW_TILE_ROWS, requests, dtype)
+
+
+def splits_of_few(plan: DevicePlan, dtype: torch.dtype) -> int:
+    """Number of splits of the keys of requests with at most FEW_ROWS rows, which are then attended
+    apart from those with more; 1: all are attended alike."""
+    shape = plan.shape
+    if not plan.min_rows <= FEW_ROWS < plan.max_rows:
+        return 1
+    if shape.window is not None or shape.latent_dim is not None or shape.mask != "causal":
+        return 1
+    if plan.block_table.shape[1] * shape.block_size < LONG_KEYS:
+        return 1
+    splits = few_rows_tiling(plan, dtype).splits
+    return splits if splits >= LEAST_FEW_SPLITS else 1
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
