@@ -13,7 +13,7 @@ from hydraspec_kernels.attention import paged_kernel  # noqa: F401  which import
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from hydraspec.config.schema import Device, Dtype
+from hydraspec.config.schema import Device, Dtype, KVDtype, RunConfig
 from hydraspec.engine.run import loading
 from hydraspec.engine.run.device_runner import DeviceRunner
 
@@ -54,13 +54,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     return Counted(monkeypatch)
 
 
-def config_of(method: str, mode: str):  # type: ignore[no-untyped-def]
+def config_of(method: str, mode: str, kv_dtype: KVDtype = KVDtype.auto) -> RunConfig:
     return graph_config(
         method,
         mode,
         device=Device.cuda,
         dtype=Dtype.bfloat16,
         sizes=(1, 2, 8, 16),
+        kv_dtype=kv_dtype,
         pair=SHARING if method == "gemma4_mtp" else None,
         max_num_seqs=16,
         max_num_batched_tokens=256,
@@ -71,7 +72,28 @@ def config_of(method: str, mode: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
 @pytest.mark.parametrize("method", ["none", "gemma4_mtp", "eagle3"])
 def test_warm_ups_and_captures_compile_nothing(counted: Counted, method: str, mode: str) -> None:
-    engine = make_graph_engine(config_of(method, mode), None)
+    check_compiling(counted, config_of(method, mode))
+
+
+@pytest.mark.parametrize(
+    ("method", "kv_dtype"),
+    [
+        ("gemma4_mtp on fp8 blocks", KVDtype.fp8),
+        ("gemma4_mtp on fp8 experts", KVDtype.auto),
+        ("eagle3 on fp8", KVDtype.auto),
+        ("eagle3 on four bits", KVDtype.auto),
+        ("mtp on fp8", KVDtype.auto),
+        ("dspark", KVDtype.auto),
+    ],
+)
+def test_they_compile_nothing_of_other_formats_and_of_blocks(
+    counted: Counted, method: str, kv_dtype: KVDtype
+) -> None:
+    check_compiling(counted, config_of(method, "full_and_piecewise", kv_dtype))
+
+
+def check_compiling(counted: Counted, config: RunConfig) -> None:
+    engine = make_graph_engine(config, None)
     assert len(counted.ahead) > 10
     assert len(set(counted.ahead)) > 5
     assert not counted.late

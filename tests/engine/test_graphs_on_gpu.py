@@ -13,6 +13,7 @@ import pytest
 import torch
 from graph_runs import (
     GRAPH_MODES,
+    QUANTISED,
     SHARING,
     Run,
     count_launches,
@@ -29,6 +30,7 @@ from hydraspec.config.schema import (
     Device,
     DraftSampling,
     Dtype,
+    KVDtype,
     RunConfig,
     Verification,
     Weights,
@@ -41,11 +43,14 @@ pytestmark = pytest.mark.gpu
 
 BATCHES = [64, 33, 16, 5, 2, 1]  # each smaller than the one before: what was a request is padding
 FEW_BATCHES = [33, 5, 2]
+BLOCKS = ("dflash", "dspark", "dflash2")
 SIZES = (1, 2, 8, 16, 40, 64)
 WORKSPACES = 192 << 20  # libraries' workspaces and step inputs, which no part of the summary holds
 
 
-def gpu_config(method: str, mode: str, k: int, dtype: Dtype) -> RunConfig:
+def gpu_config(
+    method: str, mode: str, k: int, dtype: Dtype, kv_dtype: KVDtype = KVDtype.auto
+) -> RunConfig:
     return graph_config(
         method,
         mode,
@@ -53,6 +58,7 @@ def gpu_config(method: str, mode: str, k: int, dtype: Dtype) -> RunConfig:
         dtype=dtype,
         sizes=SIZES,
         k=k,
+        kv_dtype=kv_dtype,
         max_num_seqs=64,
         max_num_batched_tokens=1024,
         max_model_len=256,
@@ -102,6 +108,18 @@ def test_every_method_replays_in_the_other_modes(method: str, mode: str) -> None
     compare(gpu_config(method, mode, 3, Dtype.bfloat16), FEW_BATCHES)
 
 
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+@pytest.mark.parametrize("method", [*QUANTISED, *BLOCKS])
+def test_quantised_targets_and_block_drafters_replay(method: str, mode: str) -> None:
+    compare(gpu_config(method, mode, 3, Dtype.bfloat16), FEW_BATCHES)
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("method", ["gemma4_mtp", "gemma4_mtp on fp8 blocks"])
+def test_steps_over_an_fp8_cache_replay(method: str, mode: str) -> None:
+    compare(gpu_config(method, mode, 3, Dtype.bfloat16, KVDtype.fp8), FEW_BATCHES)
+
+
 @pytest.mark.parametrize("method", ["none", "gemma4_mtp", "eagle3", "peagle", "eagle", "mtp"])
 def test_float32_tokens_are_those_of_the_cpu(method: str) -> None:
     cpu = graph_config(method, "none", dtype=Dtype.float32, max_num_batched_tokens=256)
@@ -121,9 +139,27 @@ def test_float32_tokens_are_those_of_the_cpu(method: str) -> None:
 @pytest.mark.parametrize("mode", ["none", *GRAPH_MODES])
 @pytest.mark.parametrize("method", ["none", "gemma4_mtp", "eagle3", "peagle", "mtp"])
 def test_steps_never_wait_for_the_device(method: str, mode: str) -> None:
+    check_waiting(method, mode)
+
+
+@pytest.mark.parametrize("method", ["gemma4_mtp on fp8 blocks", "eagle3 on four bits", *BLOCKS])
+def test_steps_of_quantised_targets_and_block_drafters_never_wait(method: str) -> None:
+    check_waiting(method, "full_and_piecewise")
+
+
+def test_steps_over_an_fp8_cache_never_wait() -> None:
+    check_waiting("gemma4_mtp on fp8 blocks", "none", KVDtype.fp8)
+
+
+def check_waiting(method: str, mode: str, kv_dtype: KVDtype = KVDtype.auto) -> None:
     """Admission, chunked prefills, mixed steps and decodes. The first run may compile."""
     config = graph_config(
-        method, mode, device=Device.cuda, dtype=Dtype.bfloat16, max_num_batched_tokens=64
+        method,
+        mode,
+        device=Device.cuda,
+        dtype=Dtype.bfloat16,
+        kv_dtype=kv_dtype,
+        max_num_batched_tokens=64,
     )
     engine = make_graph_engine(config, None)
     warm = run_requests(engine, zoo_requests(6))

@@ -1,4 +1,5 @@
-"""Part `cells`: every pair as typed, every other option by a covering set, each beside the CPU."""
+"""Part `cells`: every pair as a user runs it, those of quantised targets in every graph mode, and
+every other option by a covering set; each beside the CPU."""
 
 from __future__ import annotations
 
@@ -19,17 +20,16 @@ from matrix import (
     Cell,
     copying_cells,
     covered_cells,
+    format_cells,
     pairs,
     pictured_cells,
+    plain_cells,
     rounded_kv_cells,
     ruled_cells,
-    typed_cells,
 )
 from setting import NOT_RUN, PartResult, Result, Setting
 
-TYPED_LIMIT_S = 120.0
-COVERED_LIMIT_S = 60.0
-FIRST_LIMIT_S = 120.0  # of a worker's first cell: it imports, and kernels may be compiled
+CELL_LIMIT_S = 120.0  # a process's first imports, and compiles kernels
 MAX_EXCUSED = 3  # draws within rounding, in all cells together
 CUT_SHORT = "not run: the part's time was up"
 WORKER = Path(__file__).with_name("worker.py")
@@ -49,8 +49,7 @@ def run(setting: Setting) -> PartResult:
     """All cells, the device's and the CPU's at the same time."""
     started = time.monotonic()
     found = pairs(setting.tree)
-    more = [*rounded_kv_cells(), *pictured_cells(found), *copying_cells(), *ruled_cells()]
-    cells = [*typed_cells(found), *more, *covered_cells(found)]
+    cells = all_cells(found)
     names = setting.chosen(cell.name for cell in cells)
     chosen = [cell for cell in cells if cell.name in names]
     mirrored = list({cell.twin: cell.mirrored for cell in chosen}.values())
@@ -64,6 +63,19 @@ def run(setting: Setting) -> PartResult:
     return PartResult(results=results, seconds=seconds, is_partial=bool(setting.only))
 
 
+def all_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
+    """Those of quantised targets and of prompts by the dozen first: they take longest."""
+    return [
+        *plain_cells(found),
+        *format_cells(found),
+        *rounded_kv_cells(),
+        *pictured_cells(found),
+        *copying_cells(),
+        *ruled_cells(),
+        *covered_cells(found),
+    ]
+
+
 # ---------------------------------------------------------------- running
 
 
@@ -72,8 +84,8 @@ def _run_side(
 ) -> dict[str, Side]:
     """Typed cells first, each in a process; then the others, a share of them in each worker."""
     typed = [cell for cell in cells if cell.is_typed]
-    covered = [cell for cell in cells if not cell.is_typed]
-    shares = [covered[first::num_processes] for first in range(min(num_processes, len(covered)))]
+    others = [cell for cell in cells if not cell.is_typed]
+    shares = [others[first::num_processes] for first in range(min(num_processes, len(others)))]
     tasks: list[Callable[[], dict[str, Side]]] = [
         *(partial(_typed, setting.on(i), cell, device, side) for i, cell in enumerate(typed)),
         *(
@@ -95,7 +107,8 @@ def _run_side(
 
 def _overrides(setting: Setting, cell: Cell, device: str, folder: Path) -> list[str]:
     limit = [] if setting.requests is None else [f"workload.limit={setting.requests}"]
-    kept = [o for o in cell.overrides if not (limit and o.startswith("workload.limit="))]
+    typed = (*cell.overrides, *cell.on_device)
+    kept = [o for o in typed if not (limit and o.startswith("workload.limit="))]
     own = ["tracker=none", "metrics.trace=true", f"hydra.run.dir={folder}"]
     return [*kept, *own, *limit, *(["engine.device=cpu"] if device == "cpu" else [])]
 
@@ -103,7 +116,7 @@ def _overrides(setting: Setting, cell: Cell, device: str, folder: Path) -> list[
 def _typed(setting: Setting, cell: Cell, device: str, side: str) -> dict[str, Side]:
     folder = setting.work / cell.name / side
     log = folder.with_name(f"{side}.txt")
-    limit_s = setting.limit_s(TYPED_LIMIT_S)
+    limit_s = setting.limit_s(CELL_LIMIT_S)
     if not limit_s:
         return {cell.name: Side(folder=folder, problem=CUT_SHORT, seconds=0.0, log=log)}
     ended = processes.run(
@@ -137,7 +150,7 @@ class _Worker:
         folder = self.setting.work / cell.name / self.side
         log = folder.with_name(f"{self.side}.txt")
         log.parent.mkdir(parents=True, exist_ok=True)
-        limit_s = self.setting.limit_s(COVERED_LIMIT_S if self.process else FIRST_LIMIT_S)
+        limit_s = self.setting.limit_s(CELL_LIMIT_S)
         if not limit_s:
             return Side(folder=folder, problem=CUT_SHORT, seconds=0.0, log=log)
         started = time.monotonic()

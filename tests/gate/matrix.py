@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import yaml
 from covering import covering_set
 
-TYPED_REQUESTS = 64
+PLAIN_REQUESTS = 64
 COVERED_REQUESTS = 20
 
 SAMPLING = {
@@ -34,17 +35,19 @@ class Cell:
     dtype: str = "float32"
     is_greedy: bool = True
     is_typed: bool = False  # in its own process, through the command line
+    shared_twin: str | None = None  # the CPU's run, which several cells are held beside
+    on_device: tuple[str, ...] = ()  # overrides that the CPU's run leaves out
 
     @property
     def twin(self) -> str:
         """Name of the CPU's run: float32's, also for bfloat16."""
-        return self.name.replace("bfloat16", "float32")
+        return self.shared_twin or self.name.replace("bfloat16", "float32")
 
     @property
     def mirrored(self) -> Cell:
         """The cell that the CPU runs."""
         overrides = tuple(each.replace("bfloat16", "float32") for each in self.overrides)
-        return replace(self, name=self.twin, overrides=overrides, dtype="float32")
+        return replace(self, name=self.twin, overrides=overrides, on_device=(), dtype="float32")
 
 
 ROUNDED = "_fp8"  # in names of targets whose activations are rounded to FP8
@@ -64,29 +67,18 @@ COPYING = (("tiny_qwen3", "ngram"), ("tiny_gemma4", "suffix"), ("tiny_qwen3", "s
 WAITING = ("engine.async_scheduling=false",)
 
 
-# Float block drafters of quantised targets that no cell runs: each of the three kinds has a cell
-# beside one such target, and nothing of theirs depends on the target's format.
-NOT_TYPED = {
-    *((f"tiny_gemma4_{form}", "dflash") for form in ("fp8", "fp8_block")),
-    *((f"tiny_gemma4_{form}", "dspark") for form in ("fp8_block", "w4a16")),
-    *(("tiny_qwen3_fp8", method) for method in ("dflash", "dspark")),
-}
-
-
 def pairs(tree: Path) -> list[tuple[str, str]]:
-    """Every tiny target with every drafter that its YAML names, without those of NOT_TYPED, and
-    those of COPYING."""
+    """Every tiny target with every drafter that its YAML names, and those of COPYING."""
     found = []
     for file in sorted((tree / "conf" / "target").glob("tiny_*.yaml")):
         drafters = yaml.safe_load(file.read_text(encoding="utf-8")).get("drafters") or {}
         found += [(file.stem, method) for method in drafters]
-    found = [pair for pair in found if pair not in NOT_TYPED]
     return [*found, *COPYING]
 
 
-# Pairs of float targets that are typed only: another pair has their family of target or drafter,
-# and each costs a cell for every way of sampling.
-ONLY_TYPED = {
+# Pairs of float targets that the covering set leaves out: another has their family of target or
+# drafter, and each costs a cell for every way of sampling.
+UNCROSSED = {
     ("tiny_gemma4_unified", "gemma4_mtp"),
     ("tiny_gemma4_images", "gemma4_mtp"),
     ("tiny_gemma4_images", "eagle3"),
@@ -99,41 +91,79 @@ ONLY_TYPED = {
 
 def crossed_pairs(found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The pairs that the covering set crosses: those of float targets, one of each family."""
-    return [pair for pair in found if not is_quantised(pair[0]) and pair not in ONLY_TYPED]
+    return [pair for pair in found if not is_quantised(pair[0]) and pair not in UNCROSSED]
 
 
-def typed_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
-    """The command of the README for each pair, in float32 and bfloat16, on 64 of its prompts.
+def plain_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
+    """Each pair on 64 prompts of the README's command, in float32 and bfloat16; of float targets
+    the first is typed.
 
     Rounding of activations carries sums that differ in their last bits a step of FP8 apart: such
-    targets run in bfloat16, beside which the CPU's float32 excuses rounding.
+    targets run in bfloat16 alone (`format_cells`), beside which the CPU's float32 excuses rounding.
     """
     return [
         Cell(
-            name=f"cli-{target}-{method}-{dtype}",
+            name=f"plain-{target}-{method}-{dtype}",
             overrides=(
                 f"target={target}",
                 f"method={method}",
                 f"target.dtype={dtype}",
-                f"workload.limit={TYPED_REQUESTS}",
+                f"workload.limit={PLAIN_REQUESTS}",
                 *(WAITING if (method, dtype) == ("suffix", "float32") else ()),
             ),
             dtype=dtype,
-            is_typed=True,
+            is_typed=dtype == "float32" and not is_quantised(target),
         )
         for dtype in ("float32", "bfloat16")
         for target, method in found
-        if dtype == "bfloat16" or ROUNDED not in target
+        if not is_quantised(target) or (dtype == "float32" and ROUNDED not in target)
     ]
 
 
+UNCACHED = "tiny_deepseek"  # holds no keys and values of heads, which are what FP8 caches hold
+
+
+def format_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
+    """Each pair of a quantised target in every graph mode; a third of them over an FP8 cache, half
+    of them in chunks, with one, four or 16 requests at once."""
+    quantised = [pair for pair in found if is_quantised(pair[0])]
+    cells = []
+    for (i, (target, method)), (j, graphs) in product(enumerate(quantised), enumerate(CUDAGRAPH)):
+        is_rounded = (i + j) % 3 == 0 and not target.startswith(UNCACHED)
+        is_chunked = (i + j) % 2 == 1
+        concurrency = ("4", "16", "1")[(2 * i + j) % 3]
+        base = f"format-{target}-{method}{'-kv_fp8' if is_rounded else ''}"
+        cells.append(
+            Cell(
+                name=f"{base}-{graphs}-c{concurrency}{'-chunks' if is_chunked else ''}",
+                overrides=(
+                    f"target={target}",
+                    f"method={method}",
+                    "target.dtype=bfloat16",
+                    f"engine.kv_cache.dtype={'fp8' if is_rounded else 'auto'}",
+                    f"workload.limit={COVERED_REQUESTS}",
+                ),
+                on_device=(
+                    f"cudagraph={graphs}",
+                    f"workload.concurrency={concurrency}",
+                    f"engine.max_num_batched_tokens={'104' if is_chunked else '2048'}",
+                ),
+                dtype="bfloat16",
+                shared_twin=f"{base}-float32",
+            )
+        )
+    return cells
+
+
 def rounded_kv_cells() -> list[Cell]:
-    """Runs over an FP8 cache, in bfloat16 as those of targets whose activations are rounded. 104
-    rows a step cut prompts into chunks, which the paged kernel attends."""
+    """Runs of float targets over an FP8 cache, in bfloat16 as those of targets whose activations
+    are rounded. 104 rows a step cut prompts into chunks, which the paged kernel attends."""
     wanted = (
         ("tiny_gemma4", "gemma4_mtp", "full", "104"),
         ("tiny_gemma4", "eagle3", "piecewise", "2048"),
+        ("tiny_gemma4", "dflash", "full_decode_only", "104"),
         ("tiny_qwen3", "eagle3", "full_and_piecewise", "2048"),
+        ("tiny_mistral", "eagle", "none", "2048"),
     )
     return [
         Cell(

@@ -50,6 +50,23 @@ RUNS: dict[str, list[str]] = {
     "experts-eager": [
         *("target=tiny_gemma4_moe", "method=gemma4_mtp", "cudagraph=none", "baseline=false"),
     ],
+    "fp8-by-block-and-fp8-cache-eager-chunks": [
+        *("target=tiny_gemma4_fp8_block", "method=gemma4_mtp", "target.dtype=bfloat16"),
+        *("engine.kv_cache.dtype=fp8", "engine.max_num_batched_tokens=32"),
+        *("cudagraph=none", "baseline=false"),
+    ],
+    "fp8-by-row-block-drafter-graphs": [
+        *("target=tiny_qwen3_fp8", "method=dflash", "target.dtype=bfloat16"),
+        *("cudagraph=full", "baseline=false"),
+    ],
+    "fp8-experts-eager": [
+        *("target=tiny_gemma4_moe_fp8", "method=gemma4_mtp", "target.dtype=bfloat16"),
+        *("cudagraph=none", "baseline=false"),
+    ],
+    "four-bits-eager": [
+        *("target=tiny_gemma4_w4a16", "method=eagle3", "target.dtype=bfloat16"),
+        *("cudagraph=none", "baseline=false"),
+    ],
 }
 
 

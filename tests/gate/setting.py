@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-PART_LIMIT_S = 530.0  # a part ends by then, whatever is left
+PART_LIMIT_S = 560.0  # a part ends by then, whatever is left
 LEAST_LIMIT_S = 10.0  # with less left of it nothing is started
 # Sizes of thread pools, unless they are set: on 64 cores 60 processes with a thread for each core
 # left no thread to be started.

@@ -1,23 +1,27 @@
-"""The cells: every pair typed, every two options of the covering set met by one cell."""
+"""The cells: every pair run, every two options of the covering set met by one cell."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cells import all_cells
 from covering import all_pairs, covering_set, pairs_of
 from matrix import (
     CUDAGRAPH,
     ROUNDED,
     SAMPLING,
+    Cell,
     copying_cells,
     covered_cells,
     crossed_pairs,
     factors,
+    format_cells,
     is_quantised,
     pairs,
     pictured_cells,
+    plain_cells,
     rounded_kv_cells,
     ruled_cells,
-    typed_cells,
 )
 
 from hydraspec.cli.compose import plan
@@ -28,15 +32,59 @@ CROSSED = crossed_pairs(PAIRS)
 COVERED = covered_cells(PAIRS)
 
 
-def test_every_pair_of_the_zoo_is_typed_in_both_dtypes_unless_rows_are_rounded():
+def composed(cell: Cell) -> Any:
+    (job,) = plan([*cell.overrides, *cell.on_device, "tracker=none"]).jobs
+    return job.config
+
+
+def test_every_pair_of_the_zoo_runs_in_both_dtypes_unless_rows_are_rounded():
     rounded = [pair for pair in PAIRS if ROUNDED in pair[0]]
     quantised = [pair for pair in PAIRS if is_quantised(pair[0])]
-    assert (len(PAIRS), len(quantised), len(rounded)) == (38, 17, 13)
-    cells = typed_cells(PAIRS)
-    assert len({cell.name for cell in cells}) == 2 * len(PAIRS) - len(rounded)
+    assert (len(PAIRS), len(quantised), len(rounded)) == (44, 23, 18)
+    cells = plain_cells(PAIRS)
+    num_typed = len(PAIRS) - len(quantised)
+    assert [cell.is_typed for cell in cells].count(True) == num_typed
+    num_packed = len(quantised) - len(rounded)
+    assert len({cell.name for cell in cells}) == 2 * num_typed + num_packed
     mirrored = {cell.twin: cell.mirrored.overrides for cell in cells}
-    assert len(mirrored) == len(PAIRS)
+    assert len(mirrored) == num_typed + num_packed
     assert all("target.dtype=float32" in overrides for overrides in mirrored.values())
+
+
+def test_every_pair_of_a_quantised_target_meets_every_graph_mode():
+    """Over an FP8 cache too, but for the target whose cache does not hold keys of heads; in chunks
+    and with each number of requests, on either cache."""
+    cells = format_cells(PAIRS)
+    configs = [composed(cell) for cell in cells]
+    assert len({cell.name for cell in cells}) == 23 * len(CUDAGRAPH)
+    met = {(c.target.name, c.method.name, c.cudagraph.name) for c in configs}
+    assert len(met) == len(cells)
+    over_fp8 = [c for c in configs if c.engine.kv_cache.dtype.value == "fp8"]
+    assert len(over_fp8) == 36
+    assert {c.target.name for c in over_fp8} == {c.target.name for c in configs} - {
+        "tiny_deepseek_fp8"
+    }
+    for some in (configs, over_fp8):
+        assert {c.cudagraph.name for c in some} == set(CUDAGRAPH)
+        assert {c.engine.max_num_batched_tokens for c in some} == {104, 2048}
+        assert {c.workload.concurrency for c in some} == {1, 4, 16}
+
+
+def test_cells_of_a_pair_share_the_run_on_the_cpu():
+    cells = format_cells(PAIRS)
+    twins = {cell.twin: cell.mirrored for cell in cells}
+    assert len(twins) == 45  # 23 pairs, 22 of them over an FP8 cache too
+    for cell in cells:
+        ours, twin = composed(cell), composed(twins[cell.twin])
+        assert twin.target.dtype.value == "float32"
+        assert (ours.target.name, ours.method.name) == (twin.target.name, twin.method.name)
+        assert ours.engine.kv_cache.dtype == twin.engine.kv_cache.dtype
+        assert ours.workload.limit == twin.workload.limit
+
+
+def test_no_two_cells_have_a_name():
+    names = [cell.name for cell in all_cells(PAIRS)]
+    assert len(set(names)) == len(names) == 257
 
 
 def test_every_two_levels_meet():
@@ -73,16 +121,14 @@ def test_cells_say_what_their_rows_say():
 
 def test_cells_over_an_fp8_cache_have_twins_over_one():
     cells = rounded_kv_cells()
-    others = {cell.name for cell in [*typed_cells(PAIRS), *COVERED]}
-    assert not others & {cell.name for cell in cells}
+    assert {composed(cell).cudagraph.name for cell in cells} == set(CUDAGRAPH)
     for cell in cells:
         (config,) = [job.config for job in plan([*cell.mirrored.overrides, "tracker=none"]).jobs]
         assert (config.engine.kv_cache.dtype.value, config.target.dtype.value) == ("fp8", "float32")
 
 
 def test_block_and_copying_drafters_meet_every_graph_mode():
-    everything = [*typed_cells(PAIRS), *COVERED, *copying_cells()]
-    assert len({cell.name for cell in everything}) == len(everything)
+    everything = [*plain_cells(PAIRS), *COVERED, *copying_cells()]
     for method in ("dflash2", "suffix", "ngram"):
         jobs = [
             plan([*cell.overrides, "tracker=none"]).jobs[0].config

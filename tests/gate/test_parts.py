@@ -112,8 +112,7 @@ def test_a_worker_that_hangs_or_dies_is_replaced(tmp_path: Path, monkeypatch: py
     worker = tmp_path / "sleeper.py"
     worker.write_text(SLEEPER)
     monkeypatch.setattr("cells.WORKER", worker)
-    monkeypatch.setattr("cells.FIRST_LIMIT_S", 1.5)
-    monkeypatch.setattr("cells.COVERED_LIMIT_S", 1.5)
+    monkeypatch.setattr("cells.CELL_LIMIT_S", 1.5)
     names = ("good", "hang", "die", "fine")
     cells = [Cell(name=name, overrides=(f"target={name}",)) for name in names]
     done = _Worker(setting_in(tmp_path), "cpu", "device").run(cells)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from graph_runs import PAIRS, Run, graph_config, run_requests, zoo_requests
+from graph_runs import PAIRS, QUANTISED, Run, graph_config, run_requests, zoo_requests
 
 from hydraspec.config.schema import Device, Dtype, RunConfig
 from hydraspec.engine.native import NativeEngine
@@ -33,7 +33,7 @@ ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
         *("gemma4_mtp", ("tiny_gemma4_images", "tiny_gemma4_images-assistant")),
     ),
     "eagle3 on images": ("eagle3", ("tiny_gemma4_images", "tiny_gemma4_images-eagle3")),
-    "eagle3 on fp8": ("eagle3", ("tiny_gemma4_fp8", "tiny_gemma4_fp8-eagle3")),
+    **{name: (name.split(" on ")[0], pair) for name, pair in QUANTISED.items()},
 }
 
 

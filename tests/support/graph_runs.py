@@ -16,7 +16,7 @@ from records import request
 from tiny_targets import run_config
 
 from hydraspec import factory
-from hydraspec.config.schema import Device, Dtype, RunConfig, Weights
+from hydraspec.config.schema import Device, Dtype, KVDtype, RunConfig, Weights
 from hydraspec.engine.native import NativeEngine
 from hydraspec.engine.run import loading
 from hydraspec.engine.run.device_runner import CapturedStep, DeviceRunner
@@ -42,6 +42,16 @@ PAIRS = {
     "dflash2": ("tiny_qwen3", "tiny_qwen3-dflash2"),
     "dspark on gemma4": ("tiny_gemma4", "tiny_gemma4-dspark"),
 }
+# One for each way of holding weights and each drafter in FP8.
+QUANTISED: dict[str, tuple[str, str | None]] = {
+    "gemma4_mtp on fp8 blocks": ("tiny_gemma4_fp8_block", "tiny_gemma4-assistant"),
+    "gemma4_mtp on fp8 experts": ("tiny_gemma4_moe_fp8", "tiny_gemma4_moe-assistant"),
+    "eagle3 on fp8": ("tiny_gemma4_fp8", "tiny_gemma4_fp8-eagle3"),
+    "eagle3 on four bits": ("tiny_gemma4_w4a16", "tiny_gemma4-eagle3"),
+    "eagle on fp8": ("tiny_mistral_fp8", "tiny_mistral_fp8-eagle"),
+    "mtp on fp8": ("tiny_deepseek_fp8", None),
+    "dflash2 on fp8": ("tiny_qwen3_fp8", "tiny_qwen3-dflash2"),
+}
 
 
 def graph_config(
@@ -52,10 +62,11 @@ def graph_config(
     dtype: Dtype = Dtype.float64,
     sizes: tuple[int, ...] = (2, 5),
     pair: tuple[str, str | None] | None = None,
+    kv_dtype: KVDtype = KVDtype.auto,
     **fields: Any,
 ) -> RunConfig:
     """Small chunks and few slots, so that prefills are cut and mix with decodes."""
-    target, drafter = pair or PAIRS[method]
+    target, drafter = pair or (PAIRS | QUANTISED)[method]
     fields = {
         "k": 3,
         "max_num_seqs": 5,
@@ -75,6 +86,7 @@ def graph_config(
     config.cudagraph.name = mode
     config.cudagraph.capture_sizes = list(sizes) or None
     config.engine.device = device
+    config.engine.kv_cache.dtype = kv_dtype
     return config
 
 
