@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[str, Edit, list[str]]] = {
     "no layers": ("speculators", drop("aux_hidden_state_layer_ids"), ["is nothing", "download"]),
     "three layers": (
         *("z-lab", within(DFLASH, target_layer_ids=[0, 1, 2])),
-        ["fc.weight is [16, 32]", "names 3 layers", "48"],
+        ["fc.weight is [16, 32]", "reads 3 layers", "48"],
     ),
     "is_causal as text": ("z-lab", keys(is_causal="no"), ["is_causal is 'no'", "true or false"]),
     "causal twice": (

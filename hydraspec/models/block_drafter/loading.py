@@ -122,9 +122,10 @@ def _check_tensors(config: BlockConfig, entries: Entries, target: TargetModel, w
     if fc is not None and fc.shape[-1] != len(ids) * width:
         raise CheckpointError(
             f"drafter {where!r}: fc.weight is {list(fc.shape)} and reads {fc.shape[-1]} values; "
-            f"its config names {len(ids)} layers of the target, and the target's hidden size is "
-            f"{width}, which makes {len(ids) * width}: the drafter belongs to another target, or "
-            "its layer ids are wrong"
+            f"by its config it reads {len(ids)} layers of the target (target_layer_ids; without "
+            f"them one for each layer of its own), and the target's hidden size is {width}, which "
+            f"makes {len(ids) * width}: the drafter belongs to another target, or its layer ids "
+            "are wrong or missing"
         )
 
 

@@ -23,10 +23,12 @@ class ConfigReader:
         self.values, self.where, self.defaults = values, where, defaults or {}
 
     def fail(self, key: str, expected: str) -> CheckpointError:
-        """The error for a key's value, for the caller to raise."""
+        """The error for a key's value, for the caller to raise; `expected` may end with what to do,
+        after a colon."""
         found = shown(self.values[key]) if key in self.values else "nothing"
+        remedy = "" if ": " in expected else ": mend the config, or download the checkpoint again"
         return CheckpointError(
-            f"config.json of {self.where!r}: {key} is {found}; expected {expected}"
+            f"config.json of {self.where!r}: {key} is {found}; expected {expected}{remedy}"
         )
 
     def get(self, key: str, default: Any = None) -> Any:
