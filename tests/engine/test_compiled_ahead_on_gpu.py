@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from graph_runs import SHARING, graph_config, make_graph_engine, run_requests, zoo_requests
 from hydraspec_kernels.attention import paged_kernel  # noqa: F401  which imports Triton
+from hydraspec_kernels.runtime.ahead import compiled_ahead
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from hydraspec.config.schema import Device, Dtype, KVDtype, RunConfig
-from hydraspec.engine.run import loading
-from hydraspec.engine.run.device_runner import DeviceRunner
+from hydraspec.engine.run import kv_scales, loading
+
+if TYPE_CHECKING:
+    from hydraspec_kernels.runtime.compilation import Compiled
 
 pytestmark = pytest.mark.gpu
 
 
 class Counted:
-    """Kernels that were compiled, or read from Triton's cache, and by whom."""
+    """Kernels that were compiled, or read from Triton's cache: ahead, or one by one after the first
+    time ahead. Before it weights are loaded, which launches kernels of its own."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.ahead: list[str] = []
         self.late: list[str] = []
-        self._is_ahead = False
+        self._is_ahead = self._has_begun = False
         patch.setattr(knobs.compilation, "listener", self._note)
-        compile_ahead = loading._compile
+        for module in (loading, kv_scales):
+            patch.setattr(module, "compiled_ahead", self._watched)
 
-        def watched(runner: DeviceRunner) -> None:
-            self._is_ahead = True
-            compile_ahead(runner)
+    @contextmanager
+    def _watched(self, device: torch.device) -> Iterator[Compiled]:
+        self._is_ahead = self._has_begun = True
+        try:
+            with compiled_ahead(device) as compiled:
+                yield compiled
+        finally:
             self._is_ahead = False
 
-        patch.setattr(loading, "_compile", watched)
-
     def _note(self, *, src: object, **_: object) -> None:
-        (self.ahead if self._is_ahead else self.late).append(str(getattr(src, "name", src)))
+        if self._has_begun:
+            (self.ahead if self._is_ahead else self.late).append(str(getattr(src, "name", src)))
 
 
 @pytest.fixture
