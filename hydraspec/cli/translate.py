@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydraspec.config.build import NAME, keys_of, typed_keys
 from hydraspec.config.choices import added_choices, choices_of, no_key
-from hydraspec.config.messages import listing, nearest
+from hydraspec.config.messages import listing
+from hydraspec.config.rules import did_you_mean
 from hydraspec.config.schema import RunConfig
 from hydraspec.errors import ConfigurationError
 
@@ -70,8 +71,7 @@ def _unknown_choice(error: MissingConfigException) -> ConfigurationError:
     if not group:
         return ConfigurationError(str(error).splitlines()[0])
     options = list(error.options or ())
-    meant = nearest(choice, options)
-    remedy = f"did you mean {group}={meant}?" if meant else f"choose {group}=<choice> from these"
+    remedy = did_you_mean(group, choice, options, f"choose {group}=<choice> from these")
     if choice in added_choices(group):
         remedy = f"add --config-dir=<folder with {group}/{choice}.yaml>: a package offers {choice}"
     return ConfigurationError(

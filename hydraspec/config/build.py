@@ -24,7 +24,7 @@ from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
-from hydraspec.config.options import NoOptions, check_options, options_of
+from hydraspec.config.options import NoOptions, check_options, methods_with, options_of
 from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
 from hydraspec.config.vllm import is_vllm_key, runs_vllm
 from hydraspec.errors import ConfigurationError, UserError
@@ -33,6 +33,10 @@ MISSING = "???"
 OPTIONS = "options"  # key with a method's own options; left out if the method has none
 NAME = "name"  # key of every group: the name of its choice
 HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
+NO_KEYS = {  # words that others have as keys
+    "quantization": "the checkpoint says how its weights are held; targets in FP8 and in four bits "
+    "are choices of target, such as gemma4_31b_fp8",
+}
 WITH_OWN_KEYS = {  # groups whose choices differ in their keys
     "engine": EngineConfig(name=""),
     "workload": WorkloadConfig(name=""),
@@ -181,11 +185,16 @@ def _unknown_key(
     names = typed_keys(schema)
     names += [] if parent else ["experiment"]
     found = None if part in keys_of(schema) else nearest(part, names)
-    meant = [f"{parent}.{found}" if parent else found] if found else []
-    if path == part:  # a key without its group
-        meant = list(_keys_named(part, RunConfig)) or meant
+    prefix = f"{parent}." if parent else ""
+    meant = [prefix + found] if found else []
+    if path == prefix + part:  # a key without its group, or with one joined to it
+        meant = list(_keys_named(part, schema, prefix)) or meant
+        if not meant and parent in ("", "method") and methods_with(part):
+            meant = [f"method.{OPTIONS}.{part}"]
     typed = " or ".join(f"{key}={show(value)}" for key in meant)
     remedy = f"did you mean {typed}?" if meant else "remove it"
+    if part in NO_KEYS:
+        remedy = f"remove it: {NO_KEYS[part]}"
     if part == "_target_":
         remedy = "remove it: classes are chosen by name, never by _target_"
     if schema is NoOptions:
@@ -198,26 +207,22 @@ def _unknown_key(
     return refusal(path, value, "is no key", allowed=allowed, remedy=remedy)
 
 
-def _keys_named(name: str, schema: type, parent: str = "") -> Iterator[str]:
-    """Dotted keys that end in `name`."""
+def _keys_named(name: str, schema: type, parent: str) -> Iterator[str]:
+    """Dotted keys below `parent` whose last words, joined by underscores, are `name`."""
     offered = typed_keys(schema)
     for key, kind in keys_of(schema).items():
         if dataclasses.is_dataclass(kind):
             yield from _keys_named(name, typing.cast(type, kind), f"{parent}{key}.")
-        elif key == name and key in offered:
-            yield f"{parent}{key}"
+        elif key in offered:
+            words = f"{parent}{key}".split(".")
+            if any("_".join(words[i:]) == name for i in range(len(words))):
+                yield f"{parent}{key}"
 
 
 def _build(schema: type, values: object, path: str) -> Any:
     known = keys_of(schema)
     if not isinstance(values, dict):
-        raise refusal(
-            path,
-            values,
-            "is not a group",
-            allowed=f"a choice of {path}, with the keys {listing(known)}",
-            remedy=f"see the choices with --help, e.g. {path}=<choice>",
-        )
+        raise _no_group(path, values, schema)
     for name, value in values.items():
         if name not in known:
             raise _unknown_key(_join(path, name), str(name), value, path, schema)
@@ -236,6 +241,24 @@ def _build(schema: type, values: object, path: str) -> Any:
                 f"{key} has no value\n  allowed: {allowed}\n  to do: add {key}=<one of these>"
             )
     return schema(**built)
+
+
+def _no_group(path: str, value: object, schema: type) -> ConfigurationError:
+    keys = listing(keys_of(schema))
+    allowed = f"a choice of {path}, with the keys {keys}"
+    remedy = f"see the choices with --help, e.g. {path}=<choice>"
+    if "." in path:
+        allowed = f"its keys: {keys}"
+        taking = [key for key, kind in keys_of(schema).items() if _takes(kind, value)]
+        typed = " or ".join(f"{path}.{key}={show(value)}" for key in taking)
+        remedy = f"did you mean {typed}?" if typed else f"set one of them, {path}.<key>=<value>"
+    return refusal(path, value, "is not a group", allowed=allowed, remedy=remedy)
+
+
+def _takes(kind: Any, value: object) -> bool:
+    return (
+        isinstance(kind, type) and issubclass(kind, Enum) and value in [each.value for each in kind]
+    )
 
 
 def _build_options(method: object, values: object, path: str) -> Any:

@@ -107,6 +107,16 @@ def options_of(method: object) -> type:
     return schema
 
 
+def methods_with(option: str) -> list[str]:
+    """The methods that have an option of this name."""
+    methods = plugins.offered(plugins.OPTIONS, OPTIONS)
+    return [
+        name
+        for name in methods
+        if any(field.name == option for field in dataclasses.fields(options_of(name)))
+    ]
+
+
 def check_options(options: Any) -> None:
     """Raise ConfigurationError for the first option whose number is outside its range."""
     for field in dataclasses.fields(options):

@@ -65,6 +65,12 @@ def goodput_limits(group: str) -> Iterator[Rule]:
 
 
 def did_you_mean(key: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A remedy: the known value of `key` that is nearest to `word`, else `otherwise`."""
-    meant = nearest(word, known)
-    return f"did you mean {key}={meant}?" if meant else otherwise
+    """A remedy: the known value of `key` that is nearest to `word`, and where `word` goes on after
+    it the known ones that do; else `otherwise`."""
+    names = list(known)
+    meant = nearest(word, names)
+    if meant is None:
+        return otherwise
+    longer = [name for name in names if name.startswith(f"{meant}_")]
+    found = [meant, *sorted(longer)] if word.startswith(f"{meant}_") else [meant]
+    return f"did you mean {' or '.join(f'{key}={name}' for name in found)}?"
