@@ -51,35 +51,51 @@ def test_every_pair_of_the_zoo_runs_in_both_dtypes_unless_rows_are_rounded():
     assert all("target.dtype=float32" in overrides for overrides in mirrored.values())
 
 
+def typed(cell: Cell) -> dict[str, str]:
+    """What a cell types, by key."""
+    return dict(word.split("=", 1) for word in (*cell.overrides, *cell.on_device))
+
+
 def test_every_pair_of_a_quantised_target_meets_every_graph_mode():
     """Over an FP8 cache too, but for the target whose cache does not hold keys of heads; in chunks
     and with each number of requests, on either cache."""
     cells = format_cells(PAIRS)
-    configs = [composed(cell) for cell in cells]
-    assert len({cell.name for cell in cells}) == 23 * len(CUDAGRAPH)
-    met = {(c.target.name, c.method.name, c.cudagraph.name) for c in configs}
-    assert len(met) == len(cells)
-    over_fp8 = [c for c in configs if c.engine.kv_cache.dtype.value == "fp8"]
+    words = [typed(cell) for cell in cells]
+    met = {(each["target"], each["method"], each["cudagraph"]) for each in words}
+    assert len(met) == len(cells) == 23 * len(CUDAGRAPH)
+    over_fp8 = [each for each in words if each["engine.kv_cache.dtype"] == "fp8"]
     assert len(over_fp8) == 36
-    assert {c.target.name for c in over_fp8} == {c.target.name for c in configs} - {
-        "tiny_deepseek_fp8"
-    }
-    for some in (configs, over_fp8):
-        assert {c.cudagraph.name for c in some} == set(CUDAGRAPH)
-        assert {c.engine.max_num_batched_tokens for c in some} == {104, 2048}
-        assert {c.workload.concurrency for c in some} == {1, 4, 16}
+    others = {each["target"] for each in words} - {each["target"] for each in over_fp8}
+    assert others == {"tiny_deepseek_fp8"}
+    for some in (words, over_fp8):
+        assert {each["cudagraph"] for each in some} == set(CUDAGRAPH)
+        assert {each["engine.max_num_batched_tokens"] for each in some} == {"104", "2048"}
+        assert {each["workload.concurrency"] for each in some} == {"1", "4", "16"}
 
 
 def test_cells_of_a_pair_share_the_run_on_the_cpu():
     cells = format_cells(PAIRS)
-    twins = {cell.twin: cell.mirrored for cell in cells}
-    assert len(twins) == 45  # 23 pairs, 22 of them over an FP8 cache too
+    first = {cell.twin: cell for cell in reversed(cells)}
+    assert len(first) == 45  # 23 pairs, 22 of them over an FP8 cache too
     for cell in cells:
-        ours, twin = composed(cell), composed(twins[cell.twin])
-        assert twin.target.dtype.value == "float32"
-        assert (ours.target.name, ours.method.name) == (twin.target.name, twin.method.name)
-        assert ours.engine.kv_cache.dtype == twin.engine.kv_cache.dtype
-        assert ours.workload.limit == twin.workload.limit
+        assert cell.mirrored == first[cell.twin].mirrored
+    for cell in first.values():
+        ours, twin = typed(cell), typed(cell.mirrored)
+        assert "cudagraph" not in twin
+        assert {key: value for key, value in ours.items() if twin.get(key) != value} == {
+            "target.dtype": "bfloat16",
+            **dict(word.split("=", 1) for word in cell.on_device),
+        }
+
+
+@pytest.mark.parametrize("index", range(0, 115, 12))
+def test_cells_of_quantised_targets_compose(index: int):
+    cell = format_cells(PAIRS)[index]
+    for config, dtype in ((composed(cell), "bfloat16"), (composed(cell.mirrored), "float32")):
+        assert config.target.name == typed(cell)["target"]
+        assert config.target.dtype.value == dtype
+        assert config.engine.kv_cache.dtype.value == typed(cell)["engine.kv_cache.dtype"]
+    assert composed(cell).cudagraph.name == CUDAGRAPH[index % len(CUDAGRAPH)]
 
 
 def test_no_two_cells_have_a_name():
