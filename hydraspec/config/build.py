@@ -33,7 +33,8 @@ MISSING = "???"
 OPTIONS = "options"  # key with a method's own options; left out if the method has none
 NAME = "name"  # key of every group: the name of its choice
 HIDDEN = {"of_choices", "of_method"}  # fields that lists of allowed keys leave out
-NO_KEYS = {  # words that others have as keys
+NO_KEYS = {  # words that others have as keys, and why they are none here
+    "_target_": "classes are chosen by name, never by _target_",
     "quantization": "the checkpoint says how its weights are held; targets in FP8 and in four bits "
     "are choices of target, such as gemma4_31b_fp8",
 }
@@ -195,8 +196,6 @@ def _unknown_key(
     remedy = f"did you mean {typed}?" if meant else "remove it"
     if part in NO_KEYS:
         remedy = f"remove it: {NO_KEYS[part]}"
-    if part == "_target_":
-        remedy = "remove it: classes are chosen by name, never by _target_"
     if schema is NoOptions:
         remedy = (
             f'remove it, or install the package that declares the method in "{plugins.OPTIONS}" '

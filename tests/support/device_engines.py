@@ -23,7 +23,7 @@ from hydraspec.types import Request
 WAIT_S = 120.0  # for the other ranks, which compile and run an engine of one device before
 # Targets that no pair with a usual drafter has, beside the pairs.
 ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
-    **{name: (name, pair) for name, pair in PAIRS.items()},
+    **{name: (name, pair) for name, pair in (PAIRS | QUANTISED).items()},
     "gemma4_mtp on e": ("gemma4_mtp", ("tiny_gemma4_e", "tiny_gemma4_e-assistant")),
     "gemma4_mtp on moe": ("gemma4_mtp", ("tiny_gemma4_moe", "tiny_gemma4_moe-assistant")),
     "gemma4_mtp on unified": (
@@ -33,7 +33,6 @@ ALL_PAIRS: dict[str, tuple[str, tuple[str, str | None]]] = {
         *("gemma4_mtp", ("tiny_gemma4_images", "tiny_gemma4_images-assistant")),
     ),
     "eagle3 on images": ("eagle3", ("tiny_gemma4_images", "tiny_gemma4_images-eagle3")),
-    **{name: (name.split(" on ")[0], pair) for name, pair in QUANTISED.items()},
 }
 
 
