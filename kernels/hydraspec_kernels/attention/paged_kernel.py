@@ -220,7 +220,6 @@ def paged_attention_kernel(
         **dependent_launch(query),
     )
     if cut.splits > 1:
-        block_s = 8 if cut.splits <= 8 else cuts.MAX_SPLITS
         block_d = min(128, triton.next_power_of_2(value_dim))
-        combine_splits(out, partial, plan, splits=cut.splits, block_s=block_s, block_d=block_d)
+        combine_splits(out, partial, plan, splits=cut.splits, block_s=cut.splits, block_d=block_d)
     return out

@@ -32,6 +32,7 @@ ADDED_SPLITS = tl.constexpr(4)
 ADDED_MANY = tl.constexpr(16)  # of more than 16 splits
 ADDED = tl.constexpr(512)
 ADDED_APART = tl.constexpr(128)
+NUMBERS_OF_WARP = 2048  # that a program of one warp adds up: it ends sooner than one of four
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "splits"])
@@ -104,7 +105,7 @@ def combine_splits(
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         SPARSE=sparse,
-        num_warps=4,
+        num_warps=1 if block_s * block_d <= NUMBERS_OF_WARP else 4,
         **dependent_launch(out),
     )
 

@@ -23,6 +23,7 @@ MAX_SPLITS = 16  # reading more partial sums back takes longer than it saves
 # Of the fused and the prefill kernel, where sequences are long: each split then has SHARES_OF_LONG
 # times the least number of keys.
 MAX_LONG_SPLITS, SHARES_OF_LONG = 64, 4
+MOST_SHARED_SPLITS = 8  # up to this many, programs of the paged kernel may share a multiprocessor
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
 # Fused decode.
@@ -34,6 +35,7 @@ MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
 # Shared memory with which the largest tiles of heads of up to 128 numbers, of 136 KiB, are chosen.
 NARROW_HEADS_BYTES = 144 << 10
+NARROW_PREFETCHED = 16 << 10  # `prefetched` of such heads and more than 16 queries
 # Results of a tile, and splits, that one program adds up; more are worth a second kernel.
 MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
 # Programs that share a multiprocessor → the part of the memory bandwidth they reach.
@@ -82,7 +84,7 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
     [block_m, width] in float32, and shared memory for two tiles of keys and values in flight.
     """
     width = next_power_of_2(shape.latent_dim or shape.head_dim)
-    queries = queries_of(shape, max_rows)
+    queries, heads = queries_of(shape, max_rows), num_requests * shape.num_kv_heads
     # Without tensor cores operands are in registers, too.
     exact = Tiling(16, 16, 8 if width > 256 else 4, 1)
     if max_rows > MOST_SPLIT_ROWS:
@@ -93,11 +95,17 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
     if dtype is torch.float32:
         cut = exact
     elif width <= 128:
+        fit = (m for m in (16, 32) if heads * queries <= m * FULL_DEVICE)  # one program each
+        block_m = min(block_m, next(fit, block_m))
         cut = Tiling(block_m, 128, 4, 2) if block_m < 64 else Tiling(block_m, 64, 4, 3)
     else:
         cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
-    programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
-    return replace(cut, splits=_splits(programs, MAX_SPLITS))
+    programs = heads * -(-queries // cut.block_m)
+    splits = _splits(programs, MAX_SPLITS)
+    can_share = cut is not exact and width <= 128 and cut.block_m == 16  # a multiprocessor
+    if can_share and programs <= FULL_DEVICE:
+        splits = max(splits, min(2 * splits, MOST_SHARED_SPLITS))
+    return replace(cut, splits=splits)
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
@@ -236,10 +244,15 @@ def decode_tiling(
         cut = DecodeTiling(16, 16, 8 if width > 256 else 4, 1)
     elif per_sm == 3:
         cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
-    elif is_narrow and block_m == 32 and programs * MAX_SPLITS <= FULL_DEVICE and has_room:
-        cut = DecodeTiling(16, 128, 4, 3)  # more programs, as even the most splits are few
+    elif is_narrow and has_room and block_m > 16 and 2 * programs <= FULL_DEVICE:
+        # Half as many queries, and keys read again from the L2; of 16 two can share a processor.
+        is_few = programs * MAX_SPLITS <= FULL_DEVICE
+        cut = DecodeTiling(block_m // 2, 128 if is_few else 64, 4, 3, prefetched=NARROW_PREFETCHED)
+        if block_m == 64:
+            programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
+            cut = replace(cut, num_warps=8, num_stages=2) if is_few else cut
     elif is_narrow and (block_m == 32 or (has_room and block_m > 32)):
-        cut = DecodeTiling(block_m, 64, 4, 3)
+        cut = DecodeTiling(block_m, 64, 4, 3, prefetched=NARROW_PREFETCHED)
     elif block_m > 32:
         cut = DecodeTiling(block_m, 32, 8, 3)
     elif width == 256 and programs > 2 * FULL_DEVICE:
@@ -247,7 +260,7 @@ def decode_tiling(
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
     splits = _splits(programs, most_splits(shape, cut, max_rows, max_keys))
-    much = min(queries, block_m) * shape.head_dim > MOST_ADDED or splits > MOST_ADDED_SPLITS
+    much = min(queries, cut.block_m) * shape.head_dim > MOST_ADDED or splits > MOST_ADDED_SPLITS
     return replace(cut, splits=splits, adds_apart=much)
 
 
