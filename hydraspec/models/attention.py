@@ -103,6 +103,11 @@ class Attention(Weights):
         self.__dict__.pop("heads", None)
 
     @property
+    def num_query_columns(self) -> int:
+        """Number of this rank's query columns, which come first in the projection."""
+        return self.shape.num_heads * self.shape.head_dim
+
+    @property
     def rounding_before(self) -> Rounding | None:
         """See `Linear.rounding_before`."""
         return self.qkv.rounding_before
@@ -115,7 +120,7 @@ class Attention(Weights):
         """
         qkv = self.qkv.forward(x)
         if shared.query_scale is not None:
-            qkv[:, : self.shape.num_heads * self.shape.head_dim].mul_(shared.query_scale)
+            qkv[:, : self.num_query_columns].mul_(shared.query_scale)
         heads = self.heads
         if shared.kv_scales is not None:
             heads = replace(heads, kv_scales=shared.kv_scales)
@@ -131,7 +136,13 @@ class Attention(Weights):
 
     def write_kv(self, x: Tensor | RoundedRows, shared: GroupPass, cache: Tensor) -> None:
         """Writes keys and values of x [T, input_size], normed, into cache, without attention."""
-        first = self.shape.num_heads * self.shape.head_dim
-        kv = self.qkv.by_library(x, first)
+        self.write_projected(self.project_kv(x), shared, cache)
+
+    def project_kv(self, x: Tensor | RoundedRows) -> Tensor:
+        """Key and value columns [T, n] of x [T, input_size], normed."""
+        return self.qkv.by_library(x, self.num_query_columns)
+
+    def write_projected(self, kv: Tensor, shared: GroupPass, cache: Tensor) -> None:
+        """Writes the keys and values of their columns kv [T, n] into cache, without attention."""
         projection = Projection(kv, shared.cos, shared.sin, shared.cache_rows)
         write_qkv(projection, cache, replace(self.heads, num_heads=0, gain=None))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from hydraspec_kernels.step_inputs import GroupTables, block_rows
 from torch import Tensor
 
@@ -112,6 +111,6 @@ class BlockSpeculator(ParallelSpeculator):
             seq_lens=laid.seq_lens,
             slot_mapping=laid.slot_mapping,
             block_tables=tables,
-            query_start_loc=torch.arange(b + 1, device=batch.slots.device) * num_rows,
+            query_start_loc=laid.query_start_loc,
             has_padding=batch.has_padding,
         )

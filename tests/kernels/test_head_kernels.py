@@ -11,6 +11,7 @@ from hydraspec_kernels import step_inputs
 from hydraspec_kernels.sampling import verification
 from hydraspec_kernels.sampling.verification import kernel as verify_kernel
 from hydraspec_kernels.sampling.verification import reference as verify_reference
+from hydraspec_kernels.step_inputs import block_kernel
 from hydraspec_kernels.step_inputs import kernel as rows_kernel
 from hydraspec_kernels.step_inputs import reference as rows_reference
 from hydraspec_kernels.step_inputs.records import GroupTables, RowLayout
@@ -220,6 +221,24 @@ def test_newest_rows_and_rows_after_them(
         for rows in expected.slot_mapping:
             rows[empty] = -1
     assert_same(after, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_padding", [0, 2])
+@pytest.mark.parametrize(("count", "num_rows"), [(1, 1), (5, 8), (33, 16), (140, 3)])
+def test_rows_of_blocks(count: int, num_rows: int, num_padding: int, device: str) -> None:
+    lengths = torch.randint(1, 60, (count + num_padding,))
+    lengths[count:] = 0
+    tables = [torch.randint(1, 99, (len(lengths), 80 // size)) for size in BLOCK_SIZES]
+    newest = torch.randint(0, 1000, lengths.shape)
+    rest = {"num_rows": num_rows, "mask_token_id": 777}
+    given = (newest, lengths, GroupTables(tables, BLOCK_SIZES))
+    wanted = rows_reference.block_rows_reference(*given, **rest, padded=bool(num_padding))
+    moved = (*to(device, newest, lengths), GroupTables(*to(device, tables), BLOCK_SIZES))
+    got = block_kernel.block_rows_kernel(*moved, **rest)
+    assert_same(got, wanted)
+    assert wanted.query_start_loc.tolist() == [n * num_rows for n in range(len(lengths) + 1)]
+    assert wanted.seq_lens[count:].tolist() == [0] * num_padding
 
 
 @pytest.mark.parametrize("device", DEVICES)

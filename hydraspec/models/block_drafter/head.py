@@ -8,7 +8,7 @@ context and to itself, and drafts all its tokens in one pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from hydraspec_kernels.attention import GroupShape
 from torch import Tensor
 
 from hydraspec.models.block_drafter.config import MASK_EMBEDDING, BlockConfig
+from hydraspec.models.block_drafter.context import ContextProjection, context_projection
 from hydraspec.models.block_drafter.convolved import ConvolvedLayer
 from hydraspec.models.block_drafter.markov import ConfidenceHead, MarkovHead
 from hydraspec.models.block_drafter.selector import Candidates, CandidateSelector
@@ -65,6 +66,8 @@ class BlockHead(DraftTables):
         markov: head that lets a draft know the one before it; None: drafts are independent.
         confidence: estimate of acceptance; None: the checkpoint has none.
         selector: what chooses each draft among its candidates; None: the method has none.
+        context_projection: what makes all layers' keys and values of context features in one
+            product, set by `finish`; None: each layer's own projection does.
         mask_embedding: what enters for mask tokens [D]; None: their row of the embedding.
         embed_scale: factor of the embedding; None: 1.
     """
@@ -98,6 +101,7 @@ class BlockHead(DraftTables):
         self.markov: MarkovHead | None = None
         self.confidence: ConfidenceHead | None = None
         self.selector: CandidateSelector | None = None
+        self.context_projection: ContextProjection | None = None
         self.mask_embedding: Tensor | None = None
         self.embed_scale: float | None = None
         self.groups: dict[str, GroupShape] = {}
@@ -130,6 +134,18 @@ class BlockHead(DraftTables):
                 config.selector_rank, config.num_candidates, size, num_tokens, place
             )
 
+    def finish(self) -> None:
+        """Finishes the layers, and copies what `context_projection` holds; call once after the
+        weights are filled."""
+        for layer in self.layers:
+            layer.finish()
+        self.context_projection = context_projection(self.layers, self.place)
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights held, with the copy in `context_projection`; tied ones count once."""
+        joint = self.context_projection
+        return super().memory_bytes() + (0 if joint is None else joint.linear.memory_bytes())
+
     def canonical_name(self, name: str) -> str | None:
         """The canonical name of a checkpoint's tensor: see the function `canonical_name`."""
         return canonical_name(name)
@@ -161,8 +177,17 @@ class BlockHead(DraftTables):
         """Writes the keys and values of features [T, D] at the rows' positions, in every layer."""
         tables = self._rope_tables(rows)
         passes = writing_passes(self.groups, rows, tables)
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
-            layer.attention.write_kv(features, passes[layer.kind], cache)
+        for layer, kv, cache in zip(
+            self.layers, self._project_context(features), kv_caches, strict=True
+        ):
+            layer.attention.write_projected(kv, passes[layer.kind], cache)
+
+    def _project_context(self, features: Tensor) -> Iterable[Tensor]:
+        """Key and value columns [T, n] of every layer for features [T, D]."""
+        joint = self.context_projection
+        if joint is not None and joint.is_of(self.layers):
+            return joint.forward(features)
+        return (layer.attention.project_kv(features) for layer in self.layers)
 
     def draft_block(self, rows: Rows, kv_caches: list[Tensor]) -> Tensor:
         """States [T, D] of blocks of rows, for `compute_logits`. The rows' keys and values are

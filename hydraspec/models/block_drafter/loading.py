@@ -71,8 +71,7 @@ def load_block_drafter(
         head.vocab_map = vocab_map(head, entries, target, weights, where)
         shares = share_equal_embedding(head, target)
         head.embed_scale = _embed_scale(head, target)
-        for layer in head.layers:
-            layer.finish()
+        head.finish()
         head.spec = _spec(head, target, shares)
         head.ban(suppressed(head, target))
     return head

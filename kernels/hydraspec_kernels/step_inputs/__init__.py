@@ -123,7 +123,13 @@ def block_rows(
     padded: bool = False,
 ) -> BlockRows:
     """Blocks of `num_rows` rows, one per request: its newest token, then mask tokens, at positions
-    seq_lens, seq_lens + 1, ... Plain torch on every device."""
+    seq_lens, seq_lens + 1, ..."""
+    if runs_kernels(token_ids):
+        from hydraspec_kernels.step_inputs.block_kernel import block_rows_kernel
+
+        return block_rows_kernel(
+            token_ids, seq_lens, groups, num_rows=num_rows, mask_token_id=mask_token_id
+        )
     return reference.block_rows_reference(
         token_ids,
         seq_lens,

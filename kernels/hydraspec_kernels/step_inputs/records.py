@@ -77,6 +77,7 @@ class BlockRows:
     input_ids: Tensor  # [T']
     positions: Tensor  # [T']
     seq_lens: Tensor  # [B], with these rows
+    query_start_loc: Tensor  # [B+1]
     slot_mapping: list[Tensor]  # per KV group [T']
 
 

@@ -156,6 +156,7 @@ def block_rows_reference(
         input_ids=ids.reshape(-1),
         positions=positions,
         seq_lens=ends,
+        query_start_loc=torch.arange(b + 1, device=device) * num_rows,
         slot_mapping=_slot_mappings(groups, request, positions, padded),
     )
 
