@@ -113,6 +113,20 @@ def test_planted_faults_are_named(pair: Bed, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["block a position early", "features of the token before"])
+def test_faults_of_place_are_told_apart_in_files_without_the_key(tmp_path: Path, name: str) -> None:
+    """Catches a cause that no key of deepseek-ai's files could mend, named for both faults."""
+    (fault,) = (f for f in block_faults.FAULTS if f.name == name)
+    for found in bed("tiny_qwen3", "dspark", num_prompts=32):
+        trial = found.planted(fault, tmp_path / "planted")
+        assert trial is not None
+        (result,) = diagnosed(found, trial).rounds
+        assert result[0].is_cause
+        assert (result[0].change.cause,) == fault.causes
+        assert "sample_from_anchor" not in {each.change.cause for each in result}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("pairs", "fewest"), [(PAIRS, 60), (block_faults.PAIRS, 45)], ids=["chains", "blocks"]
