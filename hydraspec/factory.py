@@ -28,6 +28,7 @@ DETECTION = "hydraspec.models.detect:resolve"
 OF_OTHER_RANKS = "hydraspec.parallel.engines.calls:follow"
 DEVICE = "hydraspec.engine.machine:pick_device"
 SPLIT = "hydraspec.engine.splits:check"
+ROUNDING = "hydraspec.engine.rounded_kv:log_rounding"
 
 
 def build_engine(config: RunConfig) -> Engine:
@@ -44,6 +45,12 @@ def build_engine(config: RunConfig) -> Engine:
         place = PARALLEL
     engine: Engine = _attribute(place)(config)
     return engine
+
+
+def log_rounding(engine: Engine) -> None:
+    """Log, once in this process, that an engine's FP8 cache rounds keys and values. For callers
+    that print no warnings of EngineInfo; runs and benchmarks print them with their figures."""
+    _attribute(ROUNDING)(engine.info)
 
 
 def check_adapter_split(config: RunConfig) -> None:

@@ -49,7 +49,9 @@ def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None
     resolve(job.config)
     from hydraspec.cli.own_engine import OwnEngine  # imports torch
 
-    return cast("Engine", OwnEngine(factory.build_engine(job.config)))
+    engine = factory.build_engine(job.config)
+    factory.log_rounding(engine)
+    return cast("Engine", OwnEngine(engine))
 
 
 def planned_call(name: str, overrides: Sequence[str], config_dir: str | None = None) -> Plan:

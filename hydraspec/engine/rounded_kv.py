@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import cache
+
+from hydraspec.engine.base import EngineInfo
+
+log = logging.getLogger(__name__)
 
 KV_CACHE = "kv_cache"  # of EngineInfo.quantization
 KV_IS_ROUNDED = (  # a warning
     "engine.kv_cache.dtype=fp8 rounds keys and values to e4m3: outputs may differ from those of a "
     "cache in {}, in the baseline as with drafts"
 )
+
+
+def log_rounding(info: EngineInfo) -> None:
+    """Log the warning of rounded keys and values, if there is one, once in this process."""
+    if KV_CACHE in (info.quantization or {}):
+        _log_once(KV_IS_ROUNDED.format(info.dtype))
+
+
+@cache
+def _log_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def with_fp8_cache(quantization: Mapping[str, str] | None) -> dict[str, str]:

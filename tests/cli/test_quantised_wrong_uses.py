@@ -105,6 +105,20 @@ def narrow_projections(folder: Path) -> None:
     )
 
 
+def kv_scales(**of_layer_0: list[float]) -> Damage:
+    """Announces an e4m3 cache, whose scales are in the files."""
+    stored = {
+        f"model.layers.0.self_attn.{k}_scale": torch.tensor(of_layer_0[k]) for k in of_layer_0
+    }
+
+    def damage(folder: Path) -> None:
+        scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+        edit_config(folder, quantization_config={"kv_cache_scheme": scheme})
+        rewrite(folder, lambda tensors: tensors | stored)
+
+    return damage
+
+
 @dataclass
 class Case:
     """A damaged copy of a checkpoint, the typed words in which {folder} is the copy's, and what the
@@ -119,6 +133,8 @@ class Case:
 EAGLE3 = "target=tiny_gemma4_fp8 method=eagle3 method.checkpoint={folder}"
 EAGLE = "target=tiny_mistral method=eagle method.checkpoint={folder}"
 ALONE = "target=custom method=none target.checkpoint={folder}"
+FLOAT = "zoo:tiny_qwen3"
+OVER_FP8 = f"{ALONE} engine.kv_cache.dtype=fp8"
 FOLDERS = {
     "experts in float among quantised ones": Case(
         "zoo:tiny_gemma4_moe_fp8",
@@ -131,6 +147,15 @@ FOLDERS = {
         in_drafter(without(".0.experts.1.down_proj.weight_scale")),
         ALONE,
         "missing: model.layers.0.experts.1.down_proj.weight_scale",
+    ),
+    "a KV head's scale below 0": Case(
+        FLOAT, kv_scales(k=[0.5, -0.5], v=[1.0]), OVER_FP8, "k_scale is [0.5, -0.5]; expected num"
+    ),
+    "scales of keys without those of values": Case(
+        FLOAT, kv_scales(k=[0.5]), OVER_FP8, "layer 0 has scales of k alone for an FP8 cache; expec"
+    ),
+    "scales of more KV heads than a layer has": Case(
+        FLOAT, kv_scales(k=[1.0] * 3, v=[1.0]), OVER_FP8, "3 scales for an FP8 cache and 2 KV heads"
     ),
     "a drafter in AWQ": Case(
         DRAFTER,
@@ -216,6 +241,11 @@ KEYS = {
         ["target.weights=fp8"],
         "target.weights=fp8 is no choice\n  allowed: checkpoint, random\n  to do: ",
     ),
+    "a format of the cache": (
+        ["engine.kv_cache.dtype=fp8_e5m2"],
+        "dtype=fp8_e5m2 is no choice\n  allowed: auto, fp8\n  to do: did you mean engine.kv_cache.",
+    ),
+    "a format of the drafter's cache": (["+method.kv_cache.dtype=fp8"], "dtype=fp8 is no key\n"),
     "a format that no target has": (
         ["target=tiny_gemma4_nvfp4"],
         "to do: did you mean target=tiny_gemma4_fp8?",
@@ -245,6 +275,12 @@ def test_keys(name: str) -> None:
     error = refused(lambda config: None, *typed)
     assert error.exit_code == 2
     assert says in str(error)
+
+
+def test_an_fp8_cache_of_latents() -> None:
+    error = refused(load, "target=tiny_deepseek", "method=none", "engine.kv_cache.dtype=fp8")
+    assert error.exit_code == 2
+    assert "dtype=fp8 is not available with target=tiny_deepseek: its cache does not" in str(error)
 
 
 def test_formats_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

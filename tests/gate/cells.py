@@ -76,6 +76,17 @@ def all_cells(found: Sequence[tuple[str, str]]) -> list[Cell]:
     ]
 
 
+def constrained(setting: Setting) -> list[str]:
+    """Names of the chosen cells whose outputs follow a grammar."""
+    found = all_cells(pairs(setting.tree))
+    with_grammar = [
+        cell.name
+        for cell in found
+        if any(each.startswith("sampling.structured") for each in cell.overrides)
+    ]
+    return setting.chosen(with_grammar)
+
+
 # ---------------------------------------------------------------- running
 
 

@@ -54,3 +54,54 @@ def test_what_cannot_run_is_refused_before_anything_is_touched(
     assert verify.main(typed) == 2
     assert said in capsys.readouterr().out
     assert Path(__file__).is_file()
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a device and without the packages."""
+    absent = {"xgrammar", "compressed_tensors"}
+    real = verify.find_spec
+    monkeypatch.setattr(verify, "find_spec", lambda name: None if name in absent else real(name))
+    monkeypatch.setattr(verify, "_device", lambda: "a device, 1.0")
+
+
+@pytest.mark.parametrize(
+    ("part", "only", "typed", "needs"),
+    [
+        ("cells", "", [], "PART=cells needs xgrammar,"),
+        ("cells", "", ["--device", "cpu"], "PART=cells needs xgrammar,"),
+        ("cells", "grammar-tiny_qwen3", ["--device", "cpu"], "PART=cells needs xgrammar,"),
+        ("tests", "", [], "PART=tests needs xgrammar, compressed_tensors,"),
+        ("memcheck,tests", "graphs", [], "PART=tests needs xgrammar, compressed_tensors,"),
+    ],
+)
+@pytest.mark.usefixtures("lacking")
+def test_missing_packages_are_refused_before_anything_runs(
+    part: str,
+    only: str,
+    typed: list[str],
+    needs: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Catches a gate that spends minutes of a device before a cell stops for want of a package."""
+    monkeypatch.setenv("PART", part)
+    monkeypatch.setenv("CELLS", only)
+    work = tmp_path / "work"
+    assert verify.main([*typed, "--work", str(work)]) == 2
+    said = capsys.readouterr().out
+    assert needs in said
+    assert f"not installed for {verify.sys.executable}" in said
+    assert "to do: in the checkout run `make setup`" in said
+    assert not work.exists()
+
+
+@pytest.mark.parametrize(("part", "only"), [("cells", "set03,set07"), ("memcheck,speed", "")])
+@pytest.mark.usefixtures("lacking")
+def test_parts_that_need_no_package_are_not_refused(
+    part: str, only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PART", part)
+    monkeypatch.setenv("CELLS", only)
+    assert verify._refusal(verify._arguments(["--work", str(tmp_path / "work")])) is None

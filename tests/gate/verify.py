@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ RUN = {
     "memcheck": memcheck.run,
     "speed": speed.run,
 }
+# Packages of hydraspec[test] without which a part fails late; every test file is collected.
+GRAMMARS = "xgrammar"
+NEEDED = {"cells": (GRAMMARS,), "tests": (GRAMMARS, "compressed_tensors")}
 COLOURS = {PASSED: "green", PARTIAL: "yellow", FAILED: "red"}
 WIDTH = 170
 GIB_OF_TEST_WORKER = 10  # of a GPU: 24 of them ran out of 140 GiB, 14 of 80
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work=work,
         device=args.device,
         gpus=tuple(devices()) if args.device == "cuda" else (),
-        only=tuple(word for word in os.environ.get("CELLS", "").split(",") if word),
+        only=_only(),
         requests=args.requests,
         device_processes=args.processes,
         cpu_processes=args.cpu_processes,
@@ -144,12 +148,34 @@ def _refusal(args: argparse.Namespace) -> str | None:
         return f"--checkout {args.checkout} holds no hydraspec/\n  allowed: a checkout's root"
     if args.work.exists() and any(args.work.iterdir()) and not (args.work / MARK).exists():
         return f"--work {args.work} holds other files\n  allowed: a folder to be emptied: a new one"
-    if args.device == "cpu":
-        others = [part for part in args.parts if part != "cells"]
-        return f"--device cpu runs no {others[0]}\n  to do: add PART=cells" if others else None
-    if not _device():
+    others = [part for part in args.parts if part != "cells"]
+    if args.device == "cpu" and others:
+        return f"--device cpu runs no {others[0]}\n  to do: add PART=cells"
+    if args.device == "cuda" and not _device():
         return "nvidia-smi shows no device\n  to do: run it on one, or add --device cpu PART=cells"
+    return _lacking(args)
+
+
+def _lacking(args: argparse.Namespace) -> str | None:
+    """A refusal where a chosen part lacks packages. Cells without a grammar need none."""
+    for part in args.parts:
+        absent = [name for name in NEEDED.get(part, ()) if find_spec(name) is None]
+        if part == "cells" and GRAMMARS in absent:
+            tree = (args.checkout or ROOT).resolve()
+            chosen = Setting(tree=tree, work=args.work, only=_only())
+            if not cells.constrained(chosen):
+                absent.remove(GRAMMARS)
+        if absent:
+            return (
+                f"PART={part} needs {', '.join(absent)}, not installed for {sys.executable}\n"
+                "  to do: in the checkout run `make setup`, or `pip install -e '.[test]'`"
+            )
     return None
+
+
+def _only() -> tuple[str, ...]:
+    """The words of CELLS."""
+    return tuple(word for word in os.environ.get("CELLS", "").split(",") if word)
 
 
 # ---------------------------------------------------------------- the record

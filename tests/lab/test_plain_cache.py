@@ -9,6 +9,7 @@ import pytest
 from tiny_targets import gemma4_config, write_folder
 
 import hydraspec
+from hydraspec.engine import rounded_kv
 from hydraspec.engine.native import NativeEngine
 from hydraspec.types import ConfigurationError
 
@@ -72,3 +73,27 @@ def test_nothing_is_compared_without_a_baseline_or_without_memory(  # type: igno
         run("engine.kv_cache.dtype=fp8", "method=ngram", "baseline=false")["lossless"]["kv_cache"]
         is None
     )
+
+
+def test_rounding_is_warned_of_once_a_run(  # type: ignore[no-untyped-def]
+    run, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a warning that every engine of a run logs and its summary repeats."""
+    words = "engine.kv_cache.dtype=fp8 rounds keys and values"
+    summary = run("engine.kv_cache.dtype=fp8", "method=ngram", "workload.limit=2")
+    seen = capsys.readouterr()
+    assert (caplog.text + seen.out + seen.err).count(words) == 1
+    assert sum(words in warning for warning in summary["warnings"]) == 1
+
+
+def test_an_engine_without_a_run_logs_the_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path / "target", gemma4_config())
+    typed = ["target=custom", f"target.checkpoint={folder}", "target.weights=random"]
+    rounded_kv._log_once.cache_clear()
+    for _ in range(2):
+        engine = hydraspec.build_engine([*typed, "method=none", "engine.kv_cache.dtype=fp8"])
+        engine.baseline()
+        engine.close()
+    assert caplog.text.count("rounds keys and values") == 1

@@ -14,10 +14,11 @@ from hydraspec.speculators.teacher_forcing.trial import Trial
 PAIRS = (
     ("tiny_qwen3", "dflash"),
     ("tiny_qwen3", "dspark"),
+    ("tiny_qwen3", "dflash2"),
     ("tiny_gemma4", "dflash"),
     ("tiny_gemma4", "dspark"),
 )
-METHODS = ("dflash", "dspark")
+METHODS = ("dflash", "dspark", "dflash2")
 OTHER_MASK = 40  # an ordinary word; the zoo's heads have 0
 
 

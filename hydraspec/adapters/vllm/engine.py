@@ -287,12 +287,12 @@ def _info(parts: VllmParts) -> EngineInfo:
     if parts.stats is None:
         why = "engine.vllm.record_steps=false" if config.parallelism.data == 1 else "data parallel"
         warnings.append(NOT_RECORDED.format(why=why))
-    has_fp8_cache = config.engine.kv_cache.dtype is KVDtype.fp8
-    if has_fp8_cache:
-        warnings.append(KV_IS_ROUNDED.format(config.target.dtype.value))
     warnings += parts.warnings
     for warning in warnings:
         log.warning("%s", warning)
+    has_fp8_cache = config.engine.kv_cache.dtype is KVDtype.fp8
+    if has_fp8_cache:
+        warnings.append(KV_IS_ROUNDED.format(config.target.dtype.value))
     drafts = config.method.name != "none"
     return EngineInfo(
         engine="vllm",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hydraspec.analysis.doctor.variants import Family, Subject, Variant, edited, edited_trial
+from hydraspec.models.detect import DEEPSPEC
 from hydraspec.models.kv_groups import FULL, SLIDING
 from hydraspec.models.parts import Tensors
 
@@ -119,9 +120,11 @@ def _token(shift: int) -> str:
 
 
 def anchors(subject: Subject) -> Iterator[Variant]:
-    """Rows that draft the token after their own position, the anchor's too, or their own token."""
+    """Rows that draft the token after their own position, the anchor's too, or their own token.
+    Not for deepseek-ai's files, in which no key could say the other; there it would explain a block
+    or features in a wrong place nearly as well as they do."""
     head = subject.trial.head
-    if subject.trial.kind != "block":
+    if subject.trial.kind != "block" or head.config.format == DEEPSPEC:
         return
     now = head.config.samples_anchor
     words = {True: "the token after its position", False: "the token of its position"}

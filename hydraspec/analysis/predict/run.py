@@ -122,6 +122,7 @@ def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:
 def _engines(config: RunConfig, num_drafts: int) -> Iterator[tuple[Engine, Engine]]:
     """The engine with K drafts, and the same target without a drafter."""
     engine = factory.build_engine(_with_drafts(config, num_drafts))
+    factory.log_rounding(engine)
     try:
         gc.collect()
         gc.freeze()

@@ -361,7 +361,7 @@ def _info(
         log.info("target: quantization=%s", stored)
     notes += getattr(target, "quantization_notes", ())
     if any(each.dtype is E4M3 for each in kv.specs):
-        notes.append(KV_IS_ROUNDED.format(config.target.dtype.value))
+        warnings = [*warnings, KV_IS_ROUNDED.format(config.target.dtype.value)]
         stored = with_fp8_cache(stored)
     elif note := getattr(target, "kv_cache_note", ""):
         notes.append(note)

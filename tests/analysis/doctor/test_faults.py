@@ -28,6 +28,7 @@ SLICE = {  # the others are in the slow test
     "gemma4_mtp": ("unscaled embedding",),
     "dflash": ("hidden_norm left out",),
     "dspark": ("reversed target layers",),
+    "dflash2": ("rows draft for another place",),
 }
 ALL_FAULTS = (*FAULTS, *block_faults.FAULTS)
 NAMED_SHARE = 0.85
@@ -38,7 +39,7 @@ NO_EFFECT = 0.02  # drafts per start: what a planted fault costs less than, no i
     scope="module",
     params=[
         *(("tiny_mistral", "eagle"), ("tiny_gemma4_e", "gemma4_mtp"), ("tiny_qwen3", "peagle")),
-        *(("tiny_qwen3", "dflash"), ("tiny_gemma4", "dspark")),
+        *(("tiny_qwen3", "dflash"), ("tiny_gemma4", "dspark"), ("tiny_qwen3", "dflash2")),
     ],
     ids="-".join,
 )
@@ -112,9 +113,23 @@ def test_planted_faults_are_named(pair: Bed, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["block a position early", "features of the token before"])
+def test_faults_of_place_are_told_apart_in_files_without_the_key(tmp_path: Path, name: str) -> None:
+    """Catches a cause that no key of deepseek-ai's files could mend, named for both faults."""
+    (fault,) = (f for f in block_faults.FAULTS if f.name == name)
+    for found in bed("tiny_qwen3", "dspark", num_prompts=32):
+        trial = found.planted(fault, tmp_path / "planted")
+        assert trial is not None
+        (result,) = diagnosed(found, trial).rounds
+        assert result[0].is_cause
+        assert (result[0].change.cause,) == fault.causes
+        assert "sample_from_anchor" not in {each.change.cause for each in result}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("pairs", "fewest"), [(PAIRS, 60), (block_faults.PAIRS, 25)], ids=["chains", "blocks"]
+    ("pairs", "fewest"), [(PAIRS, 60), (block_faults.PAIRS, 45)], ids=["chains", "blocks"]
 )
 def test_every_fault_of_every_pair(
     tmp_path: Path, pairs: tuple[tuple[str, str], ...], fewest: int
