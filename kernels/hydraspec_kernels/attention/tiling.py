@@ -245,12 +245,14 @@ def decode_tiling(
     elif per_sm == 3:
         cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
     elif is_narrow and has_room and block_m > 16 and 2 * programs <= FULL_DEVICE:
-        # Half as many queries, and keys read again from the L2; of 16 two can share a processor.
+        # Half as many queries, and keys read again from the L2; where they are 16, or splits
+        # many, two programs share a multiprocessor.
         is_few = programs * MAX_SPLITS <= FULL_DEVICE
         cut = DecodeTiling(block_m // 2, 128 if is_few else 64, 4, 3, prefetched=NARROW_PREFETCHED)
-        if block_m == 64:
+        if block_m == 64 and is_few:
+            cut = replace(cut, num_warps=8, num_stages=2)
+        elif block_m == 64:
             programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
-            cut = replace(cut, num_warps=8, num_stages=2) if is_few else cut
     elif is_narrow and (block_m == 32 or (has_room and block_m > 32)):
         cut = DecodeTiling(block_m, 64, 4, 3, prefetched=NARROW_PREFETCHED)
     elif block_m > 32:

@@ -198,6 +198,8 @@ def _specialized(m: int, k: int, n: int, end: str, partials: bool) -> Specialize
         width = next((w for w in (16, 32) if n * m <= 64 * w * NUM_SMS), 64)
         return _filled(64, (width,), k, step=128)
     columns = _one_wave(n)
+    if m == 64 and k >= LONG_K and n <= 8192:  # of a drafter's features: long K, few columns
+        return _filled(m, columns, k, step=128)
     return _filled(m, columns, k) if m > 32 and n > 8192 and columns else None
 
 
