@@ -104,7 +104,7 @@ def model_length(config: RunConfig, limit: int) -> int:
 
 
 @cache
-def log_once(text: str) -> None:
+def log_once(text: str, level: int = logging.INFO) -> None:
     """Log a text once in this process, even if each of its engines (of a baseline, of a sweep's
     jobs) has reason to."""
-    log.info("%s", text)
+    log.log(level, "%s", text)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 
 from hydraspec.engine.base import EngineInfo
-
-log = logging.getLogger(__name__)
+from hydraspec.engine.machine import log_once
 
 KV_CACHE = "kv_cache"  # of EngineInfo.quantization
 KV_IS_ROUNDED = (  # a warning
@@ -20,12 +18,7 @@ KV_IS_ROUNDED = (  # a warning
 def log_rounding(info: EngineInfo) -> None:
     """Log the warning of rounded keys and values, if there is one, once in this process."""
     if KV_CACHE in (info.quantization or {}):
-        _log_once(KV_IS_ROUNDED.format(info.dtype))
-
-
-@cache
-def _log_once(text: str) -> None:
-    log.warning("%s", text)
+        log_once(KV_IS_ROUNDED.format(info.dtype), logging.WARNING)
 
 
 def with_fp8_cache(quantization: Mapping[str, str] | None) -> dict[str, str]:

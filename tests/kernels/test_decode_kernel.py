@@ -116,6 +116,20 @@ def test_cache_and_result_equal_those_of_the_two_kernels(name: str) -> None:
     check(build(CASES[name]))
 
 
+@pytest.mark.parametrize("programs", ["few splits"], indirect=True)
+@pytest.mark.usefixtures("programs")
+def test_tiles_of_a_request_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that adds up its splits leaves the results of the next, which may be there, alone."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    def reversed_order(self: Any, x: int, y: int, z: int) -> None:
+        place(self, self.grid_dim[0] - 1 - x, y, z)
+
+    place = Builder.set_grid_idx
+    monkeypatch.setattr(Builder, "set_grid_idx", reversed_order)
+    check(build(Case((8,), (36,), heads=4, kv_heads=1)))
+
+
 def test_work_is_cut_for_the_requests_that_have_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are padding: a request with keys has as many programs as in a smaller step."""
     monkeypatch.setattr(tiling, "FULL_DEVICE", 8)

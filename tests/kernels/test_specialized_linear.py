@@ -13,7 +13,10 @@ from compiled_apart import SHARED_BYTES, compiled
 from hydraspec_kernels.linear.plan import SpecializedTiling, tiling_of
 
 # Rows, K, N (both branches of a gated one), end, whether partial sums are wanted.
-SHAPES = [(128, 5376, 43008, "gelu_tanh", False), (128, 21504, 5376, "", True)]
+SHAPES = [
+    *[(128, 5376, 43008, "gelu_tanh", False), (128, 21504, 5376, "", True)],
+    (64, 25600, 5120, "", False),
+]
 MORE_SHAPES = [(64, 2560, 20480, "silu", False), (128, 2560, 262144, "softcap", False)]
 COMPILE = """
 import json, sys

@@ -9,7 +9,7 @@ import pytest
 from tiny_targets import gemma4_config, write_folder
 
 import hydraspec
-from hydraspec.engine import rounded_kv
+from hydraspec.engine import machine
 from hydraspec.engine.native import NativeEngine
 from hydraspec.types import ConfigurationError
 
@@ -91,7 +91,7 @@ def test_an_engine_without_a_run_logs_the_warning_once(
 ) -> None:
     folder = write_folder(tmp_path / "target", gemma4_config())
     typed = ["target=custom", f"target.checkpoint={folder}", "target.weights=random"]
-    rounded_kv._log_once.cache_clear()
+    machine.log_once.cache_clear()
     for _ in range(2):
         engine = hydraspec.build_engine([*typed, "method=none", "engine.kv_cache.dtype=fp8"])
         engine.baseline()

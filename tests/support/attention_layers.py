@@ -98,6 +98,7 @@ CASES = {  # for every kernel of attention
     "rows after the last and padding requests": Requests((3, 1, 1), (7, 0, 0), tail=2),
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "64 wide, grouped": {"heads": 32, "kv_heads": 8, "head_dim": 64, "scale": 0.125},
     "64 wide": {"heads": 8, "kv_heads": 8, "head_dim": 64, "scale": 0.125},
     "80 wide": {"heads": 12, "kv_heads": 4, "head_dim": 80, "scale": 0.1},
     "128 wide": {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.1},

@@ -155,8 +155,10 @@ def _add_some(
     """
     four = tl.arange(0, 4)
     flat = at + tl.arange(0, CHUNK)
-    f, d = tile * QUERIES + flat // (BLOCK_V // 4), flat % (BLOCK_V // 4) * 4
+    query, d = flat // (BLOCK_V // 4), flat % (BLOCK_V // 4) * 4
+    f = tile * QUERIES + query
     row, head = f // GROUP, kv_head * GROUP + f % GROUP
+    exists = (query < QUERIES) & (row < rows)  # others are the next tile's
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     inside = d[:, None] + four[None, :] < HEAD_DIM
     top = tl.full([CHUNK], NO_KEY, tl.float32)
@@ -165,7 +167,7 @@ def _add_some(
     for first in range(0, used, SPLITS):
         s = first + tl.arange(0, SPLITS)[:, None]
         at_split = at_out[None, :] + s * size_of_split
-        mask = (row < rows)[None, :] & (s < used)
+        mask = exists[None, :] & (s < used)
         size = tl.load(sums + at_split, mask=mask, other=NO_KEY, cache_modifier=".cg")
         at_part = (at_split * HEAD_DIM + d[None, :])[:, :, None] + four[None, None, :]
         part = tl.load(
@@ -180,17 +182,17 @@ def _add_some(
     result = (acc * (1.0 / whole)[:, None]).to(dtype)
     if ROUNDED:
         FOURS: tl.constexpr = ROUNDED // 4
-        v = tl.where((row < rows)[:, None], result, 0.0)
+        v = tl.where(exists[:, None], result, 0.0)
         v = tl.reshape(v, (CHUNK // FOURS, ROUNDED))
         v, scale = rounded_groups(v, CHUNK // FOURS, ROUNDED, ROUNDED)
         result = tl.reshape(v, (CHUNK, 4)).to(out.dtype.element_ty)
         # Every scale is stored by the first of its fours.
         at_scale = (head * HEAD_DIM + d) // ROUNDED * NEXT_GROUP + start + row
-        first = (row < rows) & (d % ROUNDED == 0)
+        first = exists & (d % ROUNDED == 0)
         of_four = tl.broadcast_to(scale, (CHUNK // FOURS, FOURS))
         tl.store(scales + at_scale, tl.reshape(of_four, (CHUNK,)), mask=first)
     to = out + (at_out * HEAD_DIM + d)[:, None] + four[None, :]
-    tl.store(to, result, mask=(row < rows)[:, None] & inside)
+    tl.store(to, result, mask=exists[:, None] & inside)
 
 
 @triton.jit

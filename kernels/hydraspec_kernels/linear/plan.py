@@ -27,7 +27,7 @@ MOST_EXACT_PRODUCTS = 4_000_000  # of float32: multiplications of a linear
 SHORT_K = 512
 SPLIT_K = 8192  # from here on splitting K among wide tiles pays
 SHORT_SPLIT_K = 2048  # SPLIT_K at 33 to 64 rows, for outputs of up to 4096 columns
-LONG_K = 16384  # SPLIT_K at 65 to 128 rows, for outputs of more columns
+LONG_K = 16384  # SPLIT_K at 65 to 128 rows, for outputs of more columns; of a drafter's features
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _specialized(m: int, k: int, n: int, end: str, partials: bool) -> Specialize
         width = next((w for w in (16, 32) if n * m <= 64 * w * NUM_SMS), 64)
         return _filled(64, (width,), k, step=128)
     columns = _one_wave(n)
-    if m == 64 and k >= LONG_K and n <= 8192:  # of a drafter's features: long K, few columns
+    if m == 64 and k >= LONG_K and n <= 8192:
         return _filled(m, columns, k, step=128)
     return _filled(m, columns, k) if m > 32 and n > 8192 and columns else None
 
