@@ -152,6 +152,7 @@ class DeviceRunner(Runner):
                 for length in (None, *chosen):
                     self.state.num_computed.zero_()  # steps would run past the end of the tables
                     self._launch_part(replace(plan, draft_length=length), None)
+        self._ring.rehearse(self.state.num_computed.device)
         if (drafts := self.speculator.host_drafts) is not None:
             rehearse_drafts(self.state, limits.num_speculative_tokens, drafts.lookup)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from hydraspec_kernels.step_inputs import copy_words
 from torch import Tensor
 
 from hydraspec.parallel.ranks import current
@@ -125,7 +126,8 @@ class ResultRing:
 
     def __init__(self, max_num_seqs: int, num_drafts: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        size = max_num_seqs * (2 * num_drafts + 3)
+        self._width = 2 * num_drafts + 3
+        size = max_num_seqs * self._width
         self._buffers = [
             torch.zeros(size, dtype=torch.int64, pin_memory=self._is_cuda)
             for _ in range(RESULT_RING)
@@ -133,6 +135,11 @@ class ResultRing:
         self._by_slot: list[dict[str, Tensor]] = [{} for _ in range(RESULT_RING)]
         self._users: list[LaunchedStep | None] = [None] * RESULT_RING
         self._turn = 0
+
+    def rehearse(self, device: torch.device) -> None:
+        """Copies a request's results that are zero, as `launched` will copy others."""
+        place = self._buffers[0][: self._width].view(1, -1)
+        copy_words(place, torch.zeros(1, self._width, dtype=torch.int64, device=device))
 
     def launched(
         self, parts: list[tuple[Tensor, int]], more: MoreResults | None = None
@@ -149,7 +156,8 @@ class ResultRing:
         left, copies = self._buffers[place], list[Tensor]()
         for packed, count in parts:
             size = count * packed.shape[1]
-            copies.append(left[:size].view(count, -1).copy_(packed[:count], non_blocking=True))
+            copies.append(left[:size].view(count, -1))
+            copy_words(copies[-1], packed[:count])
             left = left[size:]
         kept, scored = self._copied(place, more), None
         if more is not None and more.prompt_logprobs is not None:

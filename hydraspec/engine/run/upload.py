@@ -1,9 +1,9 @@
 """Plans in persistent device memory, which graphs read, and their upload without a wait.
 
-A plan travels as one copy from pinned memory: its numbers, the places of its rows, and those
-entries of the block tables that changed since the last plan. The copy runs in stream order, so it
-cannot overtake a step that still reads the last plan; a pinned buffer is used again only once its
-copy is done.
+A plan travels as one copy from pinned memory, by a kernel: its numbers, the places of its rows, and
+those entries of the block tables that changed since the last plan. The copy runs in stream order,
+so it cannot overtake a step that still reads the last plan; a pinned buffer is used again only once
+its copy is done.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from hydraspec_kernels.step_inputs import copy_words
 from torch import Tensor
 
 from hydraspec.engine.run.device_tables import DeviceTables
@@ -51,7 +52,7 @@ class _Stage:
             wait_for(self._event)
 
     def send(self, to: Tensor, count: int) -> None:
-        to[:count].copy_(self.words[:count], non_blocking=True)
+        copy_words(to[:count], self.words[:count])
         if self._event is not None:
             self._event.record()
 

@@ -33,6 +33,7 @@ __all__ = [
     "RowLayout",
     "StepInputs",
     "block_rows",
+    "copy_words",
     "decode_rows",
     "newest_rows",
     "parallel_rows",
@@ -138,6 +139,17 @@ def block_rows(
         mask_token_id=mask_token_id,
         padded=padded,
     )
+
+
+def copy_words(to: Tensor, words: Tensor) -> None:
+    """Fills `to`, contiguous, with `words` [N] or [B, N] of the same shape and dtype: from pinned
+    host memory to a device or back, in stream order, without a wait. Off a device it is a copy."""
+    if runs_kernels(to) or runs_kernels(words):
+        from hydraspec_kernels.step_inputs.copy_kernel import copy_words_kernel
+
+        copy_words_kernel(to, words, from_host=not words.is_cuda)
+    else:
+        to.copy_(words)
 
 
 def parallel_rows(
