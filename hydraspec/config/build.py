@@ -24,7 +24,7 @@ from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
 from hydraspec.config.messages import listing, nearest, refusal, show
-from hydraspec.config.options import NoOptions, check_options, methods_with, options_of
+from hydraspec.config.options import NoOptions, check_options, is_option, options_of
 from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
 from hydraspec.config.vllm import is_vllm_key, runs_vllm
 from hydraspec.errors import ConfigurationError, UserError
@@ -190,7 +190,7 @@ def _unknown_key(
     meant = [prefix + found] if found else []
     if path == prefix + part:  # a key without its group, or with one joined to it
         meant = list(_keys_named(part, schema, prefix)) or meant
-        if not meant and parent in ("", "method") and methods_with(part):
+        if not meant and parent in ("", "method") and is_option(part):
             meant = [f"method.{OPTIONS}.{part}"]
     typed = " or ".join(f"{key}={show(value)}" for key in meant)
     remedy = f"did you mean {typed}?" if meant else "remove it"

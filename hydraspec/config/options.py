@@ -107,14 +107,12 @@ def options_of(method: object) -> type:
     return schema
 
 
-def methods_with(option: str) -> list[str]:
-    """The methods that have an option of this name."""
+def is_option(name: str) -> bool:
+    """Returns whether some method has an option of this name."""
     methods = plugins.offered(plugins.OPTIONS, OPTIONS)
-    return [
-        name
-        for name in methods
-        if any(field.name == option for field in dataclasses.fields(options_of(name)))
-    ]
+    return any(
+        field.name == name for method in methods for field in dataclasses.fields(options_of(method))
+    )
 
 
 def check_options(options: Any) -> None:

@@ -1,5 +1,6 @@
 """The cells: every pair run, every two options of the covering set met by one cell."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,13 @@ def test_every_pair_of_the_zoo_runs_in_both_dtypes_unless_rows_are_rounded():
     assert all("target.dtype=float32" in overrides for overrides in mirrored.values())
 
 
+def by_key(words: Iterable[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
+
+
 def typed(cell: Cell) -> dict[str, str]:
     """What a cell types, by key."""
-    return dict(word.split("=", 1) for word in (*cell.overrides, *cell.on_device))
+    return by_key((*cell.overrides, *cell.on_device))
 
 
 def test_every_pair_of_a_quantised_target_meets_every_graph_mode():
@@ -84,7 +89,7 @@ def test_cells_of_a_pair_share_the_run_on_the_cpu():
         assert "cudagraph" not in twin
         assert {key: value for key, value in ours.items() if twin.get(key) != value} == {
             "target.dtype": "bfloat16",
-            **dict(word.split("=", 1) for word in cell.on_device),
+            **by_key(cell.on_device),
         }
 
 
