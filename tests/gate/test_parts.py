@@ -227,6 +227,31 @@ def test_a_sanitizer_that_is_refused_the_device_is_not_run(
     assert str(part.reason).endswith("Error: Device not supported")
 
 
+def test_pieces_begin_in_order_and_each_kernel_test_is_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a tool's place a script that prints its command and finds no error."""
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho $@\necho '========= ERROR SUMMARY: 0 errors'\n")
+    tool.chmod(0o755)
+    tests = [f"tests/kernels/test_{letter}.py::test_it" for letter in "abcdefgh"]
+    monkeypatch.setattr(memcheck, "_kernel_tests", lambda setting: tests)
+    monkeypatch.setattr(memcheck, "PIECES_AT_ONCE", 1)
+    said = list[str]()
+    setting = setting_in(tmp_path, say=said.append)
+    results = memcheck._run_pieces(setting, [str(tool)])
+    names = [*memcheck.RUNS, "kernels-1", "kernels-2", "kernels-3"]
+    assert [result.name for result in results] == [line.split(":")[0] for line in said] == names
+    assert {result.status for result in results} == {"passed"}
+    logs = [(setting.work / f"{name}.txt").read_text() for name in names[-3:]]
+    assert sorted(word for log in logs for word in log.split() if word in tests) == tests
+    only = setting_in(tmp_path, only=("kernels-2", "four"))
+    assert [result.name for result in memcheck._run_pieces(only, [str(tool)])] == [
+        *("four-bits-eager", "kernels-2")
+    ]
+    assert (only.work / "kernels-2.txt").read_text() == logs[1]
+
+
 def default_run(
     folder: Path, verdict: str, exact: float, baseline: float, built: int = 0
 ) -> Result:
