@@ -17,7 +17,7 @@ PIECE_LIMIT_S = 300.0
 ERROR_STATUS = 9
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
-PIECES_AT_ONCE = 4  # on a GPU
+PIECES_AT_ONCE = 5  # on a GPU
 LAUNCH_LIMIT_S = 120
 KERNEL_PROCESSES = 3
 PROBE = "import torch; print(float(torch.ones(3, device='cuda').sum()))"
