@@ -221,5 +221,5 @@ def paged_attention_kernel(
     )
     if cut.splits > 1:
         block_d = min(128, triton.next_power_of_2(value_dim))
-        combine_splits(out, partial, plan, splits=cut.splits, block_s=cut.splits, block_d=block_d)
+        combine_splits(out, partial, plan, splits=cut.splits, block_d=block_d)
     return out

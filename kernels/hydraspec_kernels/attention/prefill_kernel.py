@@ -356,8 +356,6 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
         **dependent_launch(query),
     )
     if splits > 1:
-        block_s, block_d = max(8, splits), 256 if splits <= 8 else 128
-        combine_splits(
-            out, partial, plan, splits=splits, block_s=block_s, block_d=block_d, sparse=True
-        )
+        block_d = 256 if splits <= 8 else 128
+        combine_splits(out, partial, plan, splits=splits, block_d=block_d, sparse=True)
     return out

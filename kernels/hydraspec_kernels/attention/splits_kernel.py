@@ -32,6 +32,7 @@ ADDED_SPLITS = tl.constexpr(4)
 ADDED_MANY = tl.constexpr(16)  # of more than 16 splits
 ADDED = tl.constexpr(512)
 ADDED_APART = tl.constexpr(128)
+LEAST_SPARSE = 8  # one kernel for up to so many splits, where some have no sums
 NUMBERS_OF_WARP = 2048  # that a program of one warp adds up: it ends sooner than one of four
 
 
@@ -81,16 +82,16 @@ def combine_splits(
     plan: DevicePlan,
     *,
     splits: int,
-    block_s: int,
     block_d: int,
     sparse: bool = False,
 ) -> None:
     """Computes out [T, Hq * Hv] from sums that the paged, prefill or latent kernel left in
-    `partial`; sparse: splits without keys left none.
+    `partial`, a power of two of them; sparse: splits without keys left none.
 
-    A program adds up block_s splits of block_d columns: as many loads as registers hold.
+    A program adds up all splits of block_d columns: as many loads as registers hold.
     """
     shape, num_rows = plan.shape, out.shape[0]
+    block_s = max(splits, LEAST_SPARSE) if sparse else splits
     value_dim = shape.latent_dim or shape.head_dim
     _combine_kernel[(num_rows * shape.num_heads, triton.cdiv(value_dim, block_d))](
         out,

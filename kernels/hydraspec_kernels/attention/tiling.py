@@ -92,17 +92,18 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
             return exact
         return Tiling(64, 32, 8, 3) if width > 256 else Tiling(128, 64, 8, 3)
     block_m = max(16, min(64, next_power_of_2(queries)))
+    can_share = False  # a multiprocessor, with another program
     if dtype is torch.float32:
         cut = exact
     elif width <= 128:
         fit = (m for m in (16, 32) if heads * queries <= m * FULL_DEVICE)  # one program each
         block_m = min(block_m, next(fit, block_m))
         cut = Tiling(block_m, 128, 4, 2) if block_m < 64 else Tiling(block_m, 64, 4, 3)
+        can_share = block_m == 16
     else:
         cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
     programs = heads * -(-queries // cut.block_m)
     splits = _splits(programs, MAX_SPLITS)
-    can_share = cut is not exact and width <= 128 and cut.block_m == 16  # a multiprocessor
     if can_share and programs <= FULL_DEVICE:
         splits = max(splits, min(2 * splits, MOST_SHARED_SPLITS))
     return replace(cut, splits=splits)
