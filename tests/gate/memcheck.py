@@ -150,8 +150,10 @@ def _run_pieces(setting: Setting, checked: list[str]) -> list[Result]:
         tests = [
             pool.submit(one, _test_piece(setting.on(i), name, share))
             for i, (name, share) in enumerate(shares.items())
+            if share  # pytest without names runs every test
         ]
-        return [piece.result() for piece in (*runs, *tests)]
+        lacking = [name for name, share in shares.items() if not share]
+        return [piece.result() for piece in (*runs, *tests)] + [_uncollected(n) for n in lacking]
 
 
 def _run_piece(setting: Setting, name: str) -> Piece:
@@ -192,6 +194,12 @@ def _shares_of_tests(setting: Setting) -> dict[str, list[str]]:
     chosen = setting.chosen(names)
     tests = first_of_each_file(_kernel_tests(setting)) if chosen else []
     return {name: tests[names.index(name) :: KERNEL_PROCESSES] for name in chosen}
+
+
+def _uncollected(name: str) -> Result:
+    result = Result(name=name)
+    result.fail("no test was collected")
+    return result
 
 
 def _kernel_tests(setting: Setting) -> list[str]:

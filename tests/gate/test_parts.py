@@ -252,6 +252,19 @@ def test_pieces_begin_in_order_and_each_kernel_test_is_in_one(
     assert (only.work / "kernels-2.txt").read_text() == logs[1]
 
 
+def test_kernel_pieces_without_tests_run_nothing_and_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches a collection that is cut: pytest without names would run every test of the tree."""
+    monkeypatch.setattr(memcheck, "_kernel_tests", lambda setting: [])
+    setting = setting_in(tmp_path, only=("kernels-1", "kernels-3"))
+    results = memcheck._run_pieces(setting, ["false"])
+    assert [(result.name, result.problems) for result in results] == [
+        (name, ["no test was collected"]) for name in ("kernels-1", "kernels-3")
+    ]
+    assert {result.status for result in results} == {"failed"}
+
+
 def default_run(
     folder: Path, verdict: str, exact: float, baseline: float, built: int = 0
 ) -> Result:
