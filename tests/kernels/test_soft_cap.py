@@ -135,6 +135,20 @@ def test_on_the_gpu_linears_of_many_rows_round_the_cap_once(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40, 100, 200])
+def test_on_the_gpu_no_linear_makes_a_number_of_nan(rows: int) -> None:
+    """Catches logits that are not finite and go unseen: for a plain kernel, a warp-specialised one
+    and the library."""
+    draw = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, 256, generator=draw, device="cuda").bfloat16()
+    x[-1] = NAN
+    weight = torch.randn(9216, 256, generator=draw, device="cuda").bfloat16().t()
+    found = linear.linear(x, weight, softcap=30.0)
+    assert found[-1].isnan().all()
+    assert found[:-1].isfinite().all()
+
+
+@pytest.mark.gpu
 def test_on_the_gpu_more_logits_than_32_bits_count() -> None:
     """Catches offsets that wrap around: the last row would stay as it was, or be written beside."""
     columns = 1 << 18
