@@ -26,6 +26,13 @@ MAX_LONG_SPLITS, SHARES_OF_LONG = 64, 4
 MOST_SHARED_SPLITS = 8  # up to this many, programs of the paged kernel may share a multiprocessor
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
+# Requests with few rows beside requests with many, which a second launch attends with splits.
+FEW_ROWS = 16
+FEW_TILE_ROWS = 4  # that a tile holds: a request that decodes has one, with drafts few more
+# Least number of keys that the block table has room for, and of splits, for which that is worth a
+# second launch and adding up.
+LONG_KEYS, LEAST_FEW_SPLITS = 8192, 4
+
 # Fused decode.
 # Rows of a request. A pass with more writes all its keys before it reads any, so that requests may
 # read each other's keys; the engine's scheduler relies on this.
@@ -107,6 +114,28 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
     if can_share and programs <= FULL_DEVICE:
         splits = max(splits, min(2 * splits, MOST_SHARED_SPLITS))
     return replace(cut, splits=splits)
+
+
+def few_rows_tiling(plan: DevicePlan, dtype: torch.dtype) -> Tiling:
+    """The paged kernel's tiling for the requests of a plan that have at most FEW_ROWS rows, cut as
+    if all requests were such and had one tile of queries each."""
+    requests = plan.num_busy or plan.num_requests
+    return paged_tiling(plan.shape, FEW_TILE_ROWS, requests, dtype)
+
+
+def splits_of_few(plan: DevicePlan, dtype: torch.dtype) -> int:
+    """Number of splits of the keys of requests with at most FEW_ROWS rows, which are then attended
+    apart from those with more; 1: all are attended alike."""
+    shape = plan.shape
+    if not plan.min_rows <= FEW_ROWS < plan.max_rows:
+        return 1
+    if shape.window is not None or shape.latent_dim is not None or shape.mask != "causal":
+        return 1
+    if plan.block_table.shape[1] * shape.block_size < LONG_KEYS:
+        return 1
+    heads = (plan.num_busy or plan.num_requests) * shape.num_kv_heads
+    splits = few_rows_tiling(plan, dtype).splits
+    return splits if min(splits, FULL_DEVICE // heads) >= LEAST_FEW_SPLITS else 1
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
