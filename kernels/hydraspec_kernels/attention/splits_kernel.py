@@ -97,12 +97,13 @@ def combine_splits(
     """Computes out [T, Hq * Hv] from sums that the paged, prefill or latent kernel left in
     `partial`, a power of two of them; sparse: splits without keys left none. few_rows: only
     requests with at most so many rows have sums, those of row r of request b at b * few_rows + r;
-    other results are left alone.
+    other results are left alone. One kernel then adds up any number of splits, which follows from
+    the number of requests, so that loading can compile it.
 
     A program adds up all splits of block_d columns: as many loads as registers hold.
     """
     shape, num_rows = plan.shape, plan.num_requests * few_rows or out.shape[0]
-    block_s = max(splits, LEAST_SPARSE) if sparse else splits
+    block_s = MAX_SPLITS if few_rows else max(splits, LEAST_SPARSE) if sparse else splits
     value_dim = shape.latent_dim or shape.head_dim
     _combine_kernel[(num_rows * shape.num_heads, triton.cdiv(value_dim, block_d))](
         out,
