@@ -206,34 +206,45 @@ def strided(case: Requests) -> Queries:
     return build(replace(case, strided=True), size=2 / case.scale)
 
 
+def assert_each_close(out: Tensor, right: Tensor, case: Requests) -> None:
+    """The rows of each launch alone: few ones of long caches, whose results are small, hardly
+    count beside a prompt's."""
+    mine = few_rows(case).to(out.device)
+    for rows in (mine, ~mine):
+        assert_half_close(out[rows], right[rows])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled(model: str, rows: str) -> None:
     """By the prefill kernel on Hopper, else by the paged one."""
-    made = strided(on_device(model, rows))
-    assert_half_close(run(made), expected(made))
+    case = on_device(model, rows)
+    made = strided(case)
+    assert_each_close(run(made), expected(made), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("model", ["E4B full", "31B full"])
 def test_compiled_paged(model: str, dtype: torch.dtype) -> None:
-    made = strided(on_device(model, "decodes beside a chunk", dtype=dtype))
+    case = on_device(model, "decodes beside a chunk", dtype=dtype)
+    made = strided(case)
     with poisoned_memory():
         out = kernel.paged_attention_kernel(made.query, made.cache, made.plan)
     if dtype is torch.float32:
         assert (out.double() - expected(made)).abs().max() < FLOAT32
     else:
-        assert_half_close(out, expected(made))
+        assert_each_close(out, expected(made), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_over_an_e4m3_cache(model: str, rows: str) -> None:
-    made, plain, scales = in_e4m3(strided(on_device(model, rows)))
-    assert_half_close(run(made, scales), expected(plain))
+    case = on_device(model, rows)
+    made, plain, scales = in_e4m3(strided(case))
+    assert_each_close(run(made, scales), expected(plain), case)
 
 
 @pytest.mark.gpu
@@ -241,7 +252,7 @@ def test_compiled_over_an_e4m3_cache(model: str, rows: str) -> None:
 def test_compiled_rows_that_see_ahead(model: str) -> None:
     case = replace(on_device(model, "drafts beside a chunk"), rows=(9, 200))
     made = seeing_ahead(strided(case), case, {0: (8492, 8499), 1: (20, 180)})
-    assert_half_close(run(made), expected(made))
+    assert_each_close(run(made), expected(made), case)
 
 
 @pytest.mark.gpu
