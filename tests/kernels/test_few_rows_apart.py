@@ -68,12 +68,19 @@ def test_short_caches_windows_and_other_masks_are_not() -> None:
     assert splits(ahead) > 1
 
 
-def test_splits_fill_the_device_or_there_are_none() -> None:
-    counts = (2, 4, 5, 8, 9, 16, 17, 33, 100)
+def test_splits_are_as_many_as_the_memory_of_their_sums_allows() -> None:
+    """The 16 requests of a graph, of which one may decode, are divided as much as two."""
+    counts = (2, 4, 5, 8, 9, 16, 17, 33, 63, 64)
     found = [splits(planned(E4B, 300, *[1] * (n - 1))) for n in counts]
-    assert found == [16, 16, 8, 8, 4, 4, 1, 1, 1]
+    assert found == [16, 16, 16, 16, 16, 16, 16, 8, 4, 1]
     found = [splits(planned(GEMMA_31B, 300, *[1] * (n - 1))) for n in counts]
-    assert found == [16, 8, 4, 4, 1, 1, 1, 1, 1]
+    assert found == [16, 16, 16, 8, 8, 4, 4, 1, 1, 1]
+    for shape in (E4B, GEMMA_31B):
+        for count in counts[:-1]:
+            plan = planned(shape, 300, *[1] * (count - 1))
+            rows = count * tiling.FEW_ROWS * shape.num_heads
+            numbers = rows * tiling.few_rows_tiling(plan, torch.bfloat16).splits * 514
+            assert 4 * numbers <= 96 << 20 or splits(plan) == 1
 
 
 def test_kernels_are_the_same_for_all_numbers_of_requests(

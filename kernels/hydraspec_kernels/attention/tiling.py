@@ -32,6 +32,8 @@ FEW_TILE_ROWS = 4  # that a tile holds: a request that decodes has one, with dra
 # Least number of keys that the block table has room for, and of splits, for which that is worth a
 # second launch and adding up.
 LONG_KEYS, LEAST_FEW_SPLITS = 8192, 4
+MOST_FEW_SUMS = 24 << 20  # float32 numbers of all splits
+MOST_FEW_REQUESTS = 63  # with more, kernels would look requests up in another way
 
 # Fused decode.
 # Rows of a request. A pass with more writes all its keys before it reads any, so that requests may
@@ -117,25 +119,30 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
 
 
 def few_rows_tiling(plan: DevicePlan, dtype: torch.dtype) -> Tiling:
-    """The paged kernel's tiling for the requests of a plan that have at most FEW_ROWS rows, cut as
-    if all requests were such and had one tile of queries each."""
-    requests = plan.num_busy or plan.num_requests
-    return paged_tiling(plan.shape, FEW_TILE_ROWS, requests, dtype)
+    """The paged kernel's tiling for the requests of a plan that have at most FEW_ROWS rows.
+
+    A captured step has room for many requests of which few decode, so that their number says
+    nothing of the work: the keys of each are divided as if it were alone, while the sums fit.
+    """
+    shape = plan.shape
+    sums = plan.num_requests * FEW_ROWS * shape.num_heads * (shape.head_dim + 2)
+    splits = max(1, min(MAX_SPLITS, MOST_FEW_SUMS // sums))
+    cut = paged_tiling(shape, FEW_TILE_ROWS, 1, dtype)
+    return replace(cut, splits=1 << (splits.bit_length() - 1))
 
 
 def splits_of_few(plan: DevicePlan, dtype: torch.dtype) -> int:
     """Number of splits of the keys of requests with at most FEW_ROWS rows, which are then attended
     apart from those with more; 1: all are attended alike."""
     shape = plan.shape
-    if not plan.min_rows <= FEW_ROWS < plan.max_rows:
+    if not plan.min_rows <= FEW_ROWS < plan.max_rows or plan.num_requests > MOST_FEW_REQUESTS:
         return 1
     if shape.window is not None or shape.latent_dim is not None or shape.mask != "causal":
         return 1
     if plan.block_table.shape[1] * shape.block_size < LONG_KEYS:
         return 1
-    heads = (plan.num_busy or plan.num_requests) * shape.num_kv_heads
     splits = few_rows_tiling(plan, dtype).splits
-    return splits if min(splits, FULL_DEVICE // heads) >= LEAST_FEW_SPLITS else 1
+    return splits if splits >= LEAST_FEW_SPLITS else 1
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
