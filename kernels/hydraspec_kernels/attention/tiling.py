@@ -26,6 +26,15 @@ MAX_LONG_SPLITS, SHARES_OF_LONG = 64, 4
 MOST_SHARED_SPLITS = 8  # up to this many, programs of the paged kernel may share a multiprocessor
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
+# Requests with few rows beside requests with many, which a second launch attends with splits.
+FEW_ROWS = 16
+FEW_TILE_ROWS = 4  # that a tile holds: a request that decodes has one, with drafts few more
+# Least number of keys that the block table has room for, and of splits, for which that is worth a
+# second launch and adding up.
+LONG_KEYS, LEAST_FEW_SPLITS = 8192, 4
+MOST_FEW_SUMS = 24 << 20  # float32 numbers of all splits
+MOST_FEW_REQUESTS = 63  # with more, kernels would look requests up in another way
+
 # Fused decode.
 # Rows of a request. A pass with more writes all its keys before it reads any, so that requests may
 # read each other's keys; the engine's scheduler relies on this.
@@ -107,6 +116,33 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
     if can_share and programs <= FULL_DEVICE:
         splits = max(splits, min(2 * splits, MOST_SHARED_SPLITS))
     return replace(cut, splits=splits)
+
+
+def few_rows_tiling(plan: DevicePlan, dtype: torch.dtype) -> Tiling:
+    """The paged kernel's tiling for the requests of a plan that have at most FEW_ROWS rows.
+
+    A captured step has room for many requests of which few decode, so that their number says
+    nothing of the work: the keys of each are divided as if it were alone, while the sums fit.
+    """
+    shape = plan.shape
+    sums = plan.num_requests * FEW_ROWS * shape.num_heads * (shape.head_dim + 2)
+    splits = max(1, min(MAX_SPLITS, MOST_FEW_SUMS // sums))
+    cut = paged_tiling(shape, FEW_TILE_ROWS, 1, dtype)
+    return replace(cut, splits=1 << (splits.bit_length() - 1))
+
+
+def splits_of_few(plan: DevicePlan, dtype: torch.dtype) -> int:
+    """Number of splits of the keys of requests with at most FEW_ROWS rows, which are then attended
+    apart from those with more; 1: all are attended alike."""
+    shape = plan.shape
+    if not plan.min_rows <= FEW_ROWS < plan.max_rows or plan.num_requests > MOST_FEW_REQUESTS:
+        return 1
+    if shape.window is not None or shape.latent_dim is not None or shape.mask != "causal":
+        return 1
+    if plan.block_table.shape[1] * shape.block_size < LONG_KEYS:
+        return 1
+    splits = few_rows_tiling(plan, dtype).splits
+    return splits if splits >= LEAST_FEW_SPLITS else 1
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
