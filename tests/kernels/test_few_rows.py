@@ -39,6 +39,12 @@ CASES = {
     "head size that is no power of two": Requests((2, 18), (70, 40), head_dim=24),
     "blocks of one": Requests((2, 18), (70, 40), block_size=1),
 }
+IN_EVERY_SUITE = {
+    "sixteen rows are few and seventeen many",
+    "padding with few rows, and with many",
+    "few rows after the last request",
+    "many rows after the last request",
+}
 
 
 def bounded(made: Queries) -> Queries:
@@ -84,7 +90,13 @@ def test_matches_the_definition(name: str) -> None:
     assert (run(made).double() - expected(made)).abs().max() < FLOAT32
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_EVERY_SUITE else pytest.mark.slow)
+        for name in CASES
+    ],
+)
 @pytest.mark.usefixtures("short")
 def test_each_launch_stores_its_own_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the other one stores, for they may be in any order."""
