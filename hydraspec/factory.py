@@ -28,11 +28,11 @@ DETECTION = "hydraspec.models.detect:resolve"
 OF_OTHER_RANKS = "hydraspec.parallel.engines.calls:follow"
 DEVICE = "hydraspec.engine.machine:pick_device"
 SPLIT = "hydraspec.engine.splits:check"
-ROUNDING = "hydraspec.engine.rounded_kv:log_rounding"
+NOTES = "hydraspec.engine.notes:log_notes"
 
 
 def build_engine(config: RunConfig) -> Engine:
-    """The engine that `engine.name` names, loaded.
+    """The engine that `engine.name` names, loaded. Callers log its notes with `log_notes`.
 
     Raises:
         UserError: whatever the engine refuses while loading.
@@ -47,10 +47,11 @@ def build_engine(config: RunConfig) -> Engine:
     return engine
 
 
-def log_rounding(engine: Engine) -> None:
-    """Log, once in this process, that an engine's FP8 cache rounds keys and values. For callers
-    that print no warnings of EngineInfo; runs and benchmarks print them with their figures."""
-    _attribute(ROUNDING)(engine.info)
+def log_notes(engine: Engine, baseline: Engine | None = None) -> list[str]:
+    """Log the warnings of an engine and of its baseline, each once in this process. Engines may add
+    some as they run. Returns those that this call logged."""
+    logged: list[str] = _attribute(NOTES)(engine.info, None if baseline is None else baseline.info)
+    return logged
 
 
 def check_adapter_split(config: RunConfig) -> None:

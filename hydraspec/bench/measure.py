@@ -45,6 +45,7 @@ def measure(config: RunConfig) -> Json:
     engine = factory.build_engine(config)
     try:
         load_s = time.perf_counter() - started
+        factory.log_notes(engine)
         check_room(config, engine.info.max_model_len)
         prompts = random_prompts(config, engine.info.vocab_size, 1)
         Passes(engine, make_requests(config, prompts, [1])).run()
@@ -67,6 +68,7 @@ def measure(config: RunConfig) -> Json:
             part["status"] = INTERRUPTED
             part["reason"] = f"after {num_done} of {num_wanted} {benchmark.units}"
         # Known only at the end: the peak over all rows, and memory and warnings of later captures.
+        factory.log_notes(engine)
         costs = engine.info.costs
         part |= {
             "costs": None if costs is None else costs.as_json(),

@@ -49,9 +49,7 @@ def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None
     resolve(job.config)
     from hydraspec.cli.own_engine import OwnEngine  # imports torch
 
-    engine = factory.build_engine(job.config)
-    factory.log_rounding(engine)
-    return cast("Engine", OwnEngine(engine))
+    return cast("Engine", OwnEngine(factory.build_engine(job.config)))
 
 
 def planned_call(name: str, overrides: Sequence[str], config_dir: str | None = None) -> Plan:

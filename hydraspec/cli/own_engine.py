@@ -1,4 +1,5 @@
-"""The engine that Python code of users gets: it checks calls, with one message for each mistake.
+"""The engine that Python code of users gets: it checks calls, with one message for each mistake,
+and logs the engine's notes.
 
 Runs of the command line use the engine without these checks.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hydraspec import factory
 from hydraspec.engine.base import Engine
 from hydraspec.errors import ConfigurationError
 
@@ -17,6 +19,7 @@ class OwnEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
+        factory.log_notes(engine)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -35,7 +38,7 @@ class OwnEngine:
                 raise _mistake(
                     "run", f"request {request.id!r} has no token ids", "call engine.tokenize first"
                 )
-        return engine.run(requests, concurrency=concurrency)
+        return _with_notes(engine, engine.run(requests, concurrency=concurrency))
 
     def cancel(self, index: int) -> None:
         """Cancel the request with this index, as Engine.cancel does.
@@ -56,6 +59,7 @@ class OwnEngine:
         """Close the engine; a second call has no effect."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            factory.log_notes(engine)
             engine.close()
 
     def _open(self, call: str) -> Engine:
@@ -65,6 +69,12 @@ class OwnEngine:
 
 
 Engine.register(OwnEngine)
+
+
+def _with_notes(engine: Engine, events: Iterator[Any]) -> Iterator[Any]:
+    """The events of a run; then logs the notes that it added."""
+    yield from events
+    factory.log_notes(engine)
 
 
 def _mistake(call: str, problem: str, remedy: str) -> ConfigurationError:

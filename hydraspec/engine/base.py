@@ -53,7 +53,15 @@ class EngineInfo:
     # Time of the host for grammars, see engine.grammars.GrammarCosts; None: no request has any.
     grammars: Mapping[str, float | int | None] | None = None
     costs: CostTable | None = None  # decode step costs, if K is chosen by these
+    # Notes on what was loaded and captured; callers log them (factory.log_notes), engines do not.
     warnings: list[str] = field(default_factory=list)
+
+
+def notes_of(info: EngineInfo, baseline: EngineInfo | None = None) -> list[str]:
+    """The warnings of an engine, each once, then those that only its baseline has, marked so."""
+    others = () if baseline is None else baseline.warnings
+    own = dict.fromkeys(info.warnings)
+    return [*own, *(f"baseline: {text}" for text in dict.fromkeys(others) if text not in own)]
 
 
 @dataclass(slots=True, frozen=True)

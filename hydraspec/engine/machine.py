@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from functools import cache
 
 import torch
 
@@ -13,8 +11,6 @@ from hydraspec.config.messages import refusal
 from hydraspec.config.schema import ParallelismConfig, RunConfig
 from hydraspec.config.workloads import check_random_room
 from hydraspec.models.registry import check_length
-
-log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 # Below this width a CPU step is bound by dispatch, and a second thread only adds hand-over time.
@@ -101,10 +97,3 @@ def model_length(config: RunConfig, limit: int) -> int:
     length = config.target.max_model_len or limit
     check_random_room(config, length)
     return length
-
-
-@cache
-def log_once(text: str, level: int = logging.INFO) -> None:
-    """Log a text once in this process, even if each of its engines (of a baseline, of a sweep's
-    jobs) has reason to."""
-    log.log(level, "%s", text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hydraspec.config.schema import RunConfig
-from hydraspec.engine.base import Engine, EngineInfo
+from hydraspec.engine.base import Engine, EngineInfo, notes_of
 from hydraspec.lab import prediction, summary, verdict
 from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.rounds import Measurement
@@ -42,6 +42,7 @@ class Loaded:
     typed: Sequence[str]  # the run's overrides
     engines: Mapping[Side, Engine]
     workload: Workload
+    logged: Sequence[str] = ()  # warnings of the summary that are in the log already
     expected: prediction.Expected
     tracker: WandbSink | None
     decode: Callable[[Sequence[int]], str] | None  # text of tokens, where the run shows any
@@ -75,6 +76,7 @@ class Recorder:
             self._console,
             method=loaded.engines[Side.method].info.method,
             sizes=dict.fromkeys(loaded.engines, len(requests)),
+            logged=loaded.logged,
         )
         self.sinks: list[Sink] = [*self._files, self._samples, self._progress]
         if loaded.tracker is not None:
@@ -146,7 +148,9 @@ class Recorder:
         lossless: Lossless,
         warnings: Sequence[str],
     ) -> Summary:
-        loaded, info = self._loaded, measurement.method.engine.info
+        loaded, baseline = self._loaded, measurement.baseline
+        info = measurement.method.engine.info
+        notes = notes_of(info, None if baseline is None else baseline.engine.info)
         result = summary.build(
             loaded.config,
             measurement,
@@ -155,7 +159,7 @@ class Recorder:
             facts=loaded.facts(info),
             expected=loaded.expected,
         )
-        known = (*loaded.config.warnings, *loaded.workload.warnings, *info.warnings, *warnings)
+        known = (*loaded.config.warnings, *loaded.workload.warnings, *notes, *warnings)
         found = warnings_of(loaded.config, result, measurement, loaded.typed)
         result["warnings"] = list(dict.fromkeys((*known, *found)))
         return result

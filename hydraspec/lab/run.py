@@ -132,6 +132,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         started = time.perf_counter()
         engine = factory.build_engine(config)
         open_parts.callback(engine.close)
+        logged = factory.log_notes(engine)
         check_costs(config, engine.info)
         expected.check_formats(formats(engine.info))
         workload = _tokenised(config, engine, workload)
@@ -146,6 +147,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         if config.baseline and config.method.name != "none":
             engines[Side.baseline] = engine.baseline()
             open_parts.callback(engines[Side.baseline].close)
+            logged += factory.log_notes(engine, engines[Side.baseline])
         if tracker is not None:
             spec, memory = engine.info.draft_spec, engine.info.memory_bytes
             tracker.add_config(environment=described, draft_spec=spec, memory_bytes=memory)
@@ -155,11 +157,13 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
         for warning in (*arrivals, *expected.warnings):
             log.warning(warning)
             workload.warnings.append(warning)
+            logged.append(warning)
         yield Loaded(
             config=config,
             typed=typed,
             engines=engines,
             workload=workload,
+            logged=logged,
             expected=expected,
             tracker=tracker,
             decode=positions.decoder(config),

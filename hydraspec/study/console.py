@@ -88,9 +88,17 @@ class ConsoleSink(Sink):
     and prints a table at the end.
     """
 
-    def __init__(self, console: Console, *, method: str, sizes: Mapping[Side, int]) -> None:
-        """`sizes` is the number of requests that each side decodes over the whole run."""
-        self._console = console
+    def __init__(
+        self,
+        console: Console,
+        *,
+        method: str,
+        sizes: Mapping[Side, int],
+        logged: Collection[str] = (),
+    ) -> None:
+        """`sizes` is the number of requests that each side decodes over the whole run; warnings in
+        `logged` are not printed again."""
+        self._console, self._logged = console, logged
         self._labels = {Side.method: method, Side.baseline: "none (baseline)"}
         self._sizes = sizes
         self._last_draw = 0.0
@@ -119,7 +127,7 @@ class ConsoleSink(Sink):
 
     def on_summary(self, summary: Summary) -> list[str]:
         self.close()
-        print_summary(self._console, summary)
+        print_summary(self._console, summary, self._logged)
         return []
 
     def close(self) -> None:
@@ -153,8 +161,9 @@ class ConsoleSink(Sink):
         self._progress.refresh()
 
 
-def print_summary(console: Console, summary: Summary) -> None:
-    """Print the final table, step times, the lossless verdict, the assessment and the warnings."""
+def print_summary(console: Console, summary: Summary, logged: Collection[str] = ()) -> None:
+    """Print the final table, step times, the lossless verdict, the assessment, and the warnings but
+    for those that are logged."""
     sides: list[Summary | Baseline] = [summary]
     names = [summary["method"]]
     if summary["baseline"]:
@@ -186,7 +195,8 @@ def print_summary(console: Console, summary: Summary) -> None:
         style = {"worth_it": "bold green", "slower": "bold red"}.get(assessment["says"], "")
         console.print(f"Assessment: {sentence}", style=style, soft_wrap=True)
     for warning in summary["warnings"]:
-        console.print(f"Warning: {escape(printable(warning))}", style="yellow", soft_wrap=True)
+        if warning not in logged:
+            console.print(f"Warning: {escape(printable(warning))}", style="yellow", soft_wrap=True)
 
 
 def _title(summary: Summary) -> str:

@@ -1,4 +1,4 @@
-"""Norm, rotary, cache-write and activation kernels at the sizes of Gemma 4 E4B and 31B.
+"""Norm, rotary, cache-write, activation and soft-cap kernels at the sizes of Gemma 4 E4B and 31B.
 
     python kernels/benchmarks/bench_norms.py [--rows 1 4 32 128 8192] [--torch]
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import COPY_TB_S, Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels.activation import gated_activation
-from hydraspec_kernels.activation.reference import gated_activation_reference
+from hydraspec_kernels.activation import gated_activation, soft_cap_
+from hydraspec_kernels.activation.reference import gated_activation_reference, soft_cap_reference_
 from hydraspec_kernels.attention import Projection, QkvShape, write_qkv
 from hydraspec_kernels.attention.reference import write_qkv_reference
 from hydraspec_kernels.embedding import embed, ple_inputs
@@ -29,6 +29,7 @@ from hydraspec_kernels.rope.reference import rope_table_reference
 from torch import Tensor
 
 EPS = 1e-6
+LOGITS, SOFTCAP = 262144, 30.0
 VOCAB = 32768  # enough for gathered rows never to repeat in the L2
 DECODE_ROWS = 128
 CACHE_ROWS = 16384
@@ -148,6 +149,17 @@ def ple_case(rows: int, layers: int, width: int) -> Case:
     )
 
 
+def soft_cap_case(rows: int) -> Case:
+    return Case(
+        "soft_cap",
+        f"{rows}x{LOGITS}",
+        lambda logits: soft_cap_(logits, SOFTCAP),
+        lambda logits: soft_cap_reference_(logits, SOFTCAP),
+        lambda: (normal(rows, LOGITS),),
+        4 * rows * LOGITS,
+    )
+
+
 def table_case(rows: int, size: int) -> Case:
     theta = mirrored(rope_frequencies(size, 1e6).to("cuda"))
     return Case(
@@ -171,6 +183,7 @@ def cases(rows: int) -> Iterator[Case]:
     yield ple_case(rows, 42, 256)
     yield table_case(rows, 256)
     yield table_case(rows, 512)
+    yield soft_cap_case(rows)
 
 
 def measured(case: Case, rows: int, *, plain: bool) -> Measured:

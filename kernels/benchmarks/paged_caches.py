@@ -74,7 +74,8 @@ class Requests:
         starts = torch.arange(self.requests + 1, device=DEVICE) * self.rows
         lens = torch.full((self.requests,), self.keys, device=DEVICE)
         return cache, DevicePlan(
-            shape, starts, lens, table, self.num_rows, self.requests, self.rows
+            *(shape, starts, lens, table, self.num_rows, self.requests, self.rows),
+            min_rows=self.rows,
         )
 
 

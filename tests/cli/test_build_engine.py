@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import NotingEngine
 
 import hydraspec
+from hydraspec.cli.own_engine import OwnEngine
+from hydraspec.engine import notes
 from hydraspec.engine.base import Engine
 from hydraspec.errors import ConfigurationError
 from hydraspec.types import Completion, Request, SamplingParams
@@ -81,3 +84,19 @@ def test_an_engine_that_ends_no_request_says_so() -> None:
             engine.cancel(0)
     finally:
         engine.close()
+
+
+def test_notes_are_logged_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches graphs that a run could not capture, of which no summary tells here."""
+    monkeypatch.setattr(notes, "_logged", set())
+    engine = OwnEngine(NotingEngine())
+    assert caplog.messages == ["a note of both"]
+    request = Request(index=0, id="a", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2))
+    list(engine.run([request], concurrency=1))
+    assert caplog.messages == ["a note of both", "a late note"]
+    engine.baseline()
+    engine._open("info").info.warnings.append("a last note")
+    engine.close()
+    assert caplog.messages[2:] == ["a baseline's note", "a last note"]

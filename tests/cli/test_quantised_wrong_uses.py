@@ -1,6 +1,7 @@
 """Wrong uses of quantised targets and drafters, as typed on the command line: the exit status and
 the one message of each. Broken settings of a config and tensors that do not fit it are in
-tests/models/test_quantization_config.py and test_broken_quantised.py.
+tests/models/test_quantization_config.py and test_broken_quantised.py, those of an FP8 KV cache in
+test_fp8_cache_wrong_uses.py.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ from safetensors.torch import load_file, save_file
 from tiny_targets import edit_config, rewrite
 from torch import Tensor
 from written_formats import DOWN, FORMATS, INT4, compressed, write_formats
+from wrong_uses import TYPED, config_of, refused
 
 from hydraspec.__main__ import main
 from hydraspec.adapters.transformers.loading import load_parts
-from hydraspec.cli.compose import plan
-from hydraspec.config import RunConfig
 from hydraspec.engine import splits
 from hydraspec.engine.run.loading import load
 from hydraspec.errors import UserError
-from hydraspec.factory import resolve_drafter
 from hydraspec.lab.resolution import check_formats
 from hydraspec.models import load_target
 from hydraspec.models.checkpoint.reader import resolve_folder
 
-TYPED = ["tracker=none", "engine.device=cpu", "target.dtype=float32"]
 DRAFTER = "zoo:tiny_gemma4_fp8-eagle3"
 MISTRALS = "zoo:tiny_mistral_fp8-eagle"
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
@@ -39,24 +37,6 @@ Damage = Callable[[Path], None]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_formats(tmp_path_factory.mktemp("formats"))
-
-
-def config_of(*typed: str) -> RunConfig:
-    (job,) = plan([*TYPED, *typed]).jobs
-    return job.config
-
-
-def refused(use: Callable[[RunConfig], object], *typed: str) -> UserError:
-    """The error at which a command ends, whose job does no more than `use`."""
-
-    def run() -> None:
-        config = config_of(*typed)
-        resolve_drafter(config)
-        use(config)
-
-    with pytest.raises(UserError) as caught:
-        run()
-    return caught.value
 
 
 def in_drafter(how: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Damage:
@@ -105,20 +85,6 @@ def narrow_projections(folder: Path) -> None:
     )
 
 
-def kv_scales(**of_layer_0: list[float]) -> Damage:
-    """Announces an e4m3 cache, whose scales are in the files."""
-    stored = {
-        f"model.layers.0.self_attn.{k}_scale": torch.tensor(of_layer_0[k]) for k in of_layer_0
-    }
-
-    def damage(folder: Path) -> None:
-        scheme = {"num_bits": 8, "type": "float", "dynamic": False}
-        edit_config(folder, quantization_config={"kv_cache_scheme": scheme})
-        rewrite(folder, lambda tensors: tensors | stored)
-
-    return damage
-
-
 @dataclass
 class Case:
     """A damaged copy of a checkpoint, the typed words in which {folder} is the copy's, and what the
@@ -133,8 +99,6 @@ class Case:
 EAGLE3 = "target=tiny_gemma4_fp8 method=eagle3 method.checkpoint={folder}"
 EAGLE = "target=tiny_mistral method=eagle method.checkpoint={folder}"
 ALONE = "target=custom method=none target.checkpoint={folder}"
-FLOAT = "zoo:tiny_qwen3"
-OVER_FP8 = f"{ALONE} engine.kv_cache.dtype=fp8"
 FOLDERS = {
     "experts in float among quantised ones": Case(
         "zoo:tiny_gemma4_moe_fp8",
@@ -147,15 +111,6 @@ FOLDERS = {
         in_drafter(without(".0.experts.1.down_proj.weight_scale")),
         ALONE,
         "missing: model.layers.0.experts.1.down_proj.weight_scale",
-    ),
-    "a KV head's scale below 0": Case(
-        FLOAT, kv_scales(k=[0.5, -0.5], v=[1.0]), OVER_FP8, "k_scale is [0.5, -0.5]; expected num"
-    ),
-    "scales of keys without those of values": Case(
-        FLOAT, kv_scales(k=[0.5]), OVER_FP8, "layer 0 has scales of k alone for an FP8 cache; expec"
-    ),
-    "scales of more KV heads than a layer has": Case(
-        FLOAT, kv_scales(k=[1.0] * 3, v=[1.0]), OVER_FP8, "3 scales for an FP8 cache and 2 KV heads"
     ),
     "a drafter in AWQ": Case(
         DRAFTER,
@@ -275,12 +230,6 @@ def test_keys(name: str) -> None:
     error = refused(lambda config: None, *typed)
     assert error.exit_code == 2
     assert says in str(error)
-
-
-def test_an_fp8_cache_of_latents() -> None:
-    error = refused(load, "target=tiny_deepseek", "method=none", "engine.kv_cache.dtype=fp8")
-    assert error.exit_code == 2
-    assert "dtype=fp8 is not available with target=tiny_deepseek: its cache does not" in str(error)
 
 
 def test_formats_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

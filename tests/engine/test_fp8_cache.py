@@ -42,7 +42,7 @@ from hydraspec.engine.run.loading import load as load_engine
 from hydraspec.engine.run.loading import load_baseline
 from hydraspec.errors import CheckpointError, ConfigurationError
 from hydraspec.models import TargetModel, load_target
-from hydraspec.models.checkpoint.kv_scales import of_heads, read_kv_scales
+from hydraspec.models.checkpoint.kv_scales import of_heads, read_kv_scales, stored_kv_scales
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.parts import Share
 from hydraspec.models.stages import Stage
@@ -276,6 +276,31 @@ def test_scales_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     stored["model.layers.0.self_attn.v_scale"] = torch.tensor(0.0)
     with pytest.raises(CheckpointError, match=r"v_scale is \[0.0\]; expected numbers above 0"):
         read_kv_scales(with_scales(tmp_path / "zero", SCHEME, stored), model)
+
+
+def test_scales_are_of_every_layer_with_a_cache_or_of_none(world: World, tmp_path: Path) -> None:
+    """Catches scales that are dropped for those of the prompt, and stages of which some refuse."""
+    target: Any = copy.copy(world.target)
+    owners = [i for i in range(target.num_layers) if target.kv_source(i) == i]
+    assert 1 < len(owners) < target.num_layers
+
+    def read(*layers: int) -> dict[int, torch.Tensor]:
+        scales = {
+            f"model.layers.{i}.self_attn.{part}_scale": torch.tensor(1.0 + i)
+            for i in layers
+            for part in "kv"
+        }
+        folder = tmp_path / "-".join(map(str, layers))
+        return stored_kv_scales(with_scales(folder, SCHEME, scales), target)
+
+    whole = read(*owners)
+    assert {i: scale[0, 0].item() for i, scale in whole.items()} == {i: 1.0 + i for i in owners}
+    assert read(target.num_layers - 1) == {}, "a layer that shares another's cache"
+    for held in (range(target.num_layers), [owners[0]]):
+        target.held = held
+        says = rf"1 of {len(owners)} layers .* no scales .*layer {owners[-1]} is the first"
+        with pytest.raises(CheckpointError, match=says):
+            read(*owners[:-1])
 
 
 def test_a_latent_cache_is_refused(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def a_graph_freezes_a_number_of_the_host(patch: pytest.MonkeyPatch) -> None:
         pytest.param(tables_are_written_once, marks=pytest.mark.slow),
         pytest.param(padding_is_a_request, marks=pytest.mark.slow),
         the_decode_pass_reads_what_it_was_captured_with,
-        a_graph_freezes_a_number_of_the_host,
+        pytest.param(a_graph_freezes_a_number_of_the_host, marks=pytest.mark.slow),
     ],
 )
 def test_planted_bugs_are_caught(

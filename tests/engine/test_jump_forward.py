@@ -105,9 +105,8 @@ def test_samples_have_the_distribution_of_the_target_under_the_grammar(
     assert num_jumped > NUM_REQUESTS // 4
 
 
-@pytest.mark.parametrize(
-    "verification", [pytest.param("standard", marks=pytest.mark.slow), "block"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["standard", "block"])
 def test_drafts_that_pass_for_sampled_ones_are_found(
     verification: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,9 +29,20 @@ def plans(decodes: bool = False, mixed: bool = False, k: int = 3) -> list[StepPl
 
 
 def test_prompts_fill_a_step_and_no_more() -> None:
-    """By batch size, the largest first; none where a step has fewer rows than requests."""
+    """By batch size, the largest first; none where a step has fewer rows than requests. The last
+    one has a request that decodes."""
     shapes = [(len(plan.slots), plan.num_rows.tolist()) for plan in plans()]
-    assert shapes == [(16, [2] * 16), (4, [10] * 4), (1, [24])]
+    assert shapes == [(16, [2] * 16), (4, [10] * 4), (1, [24]), (2, [1, 24])]
+
+
+def test_a_decode_beside_a_prompt_needs_two_requests_and_rows() -> None:
+    limits = {"max_seq_len": 24, "decodes": True, "mixed": True}
+    for sizes, max_rows in (({1}, 40), ({1, 2}, 2)):
+        found = dummy_plans(sizes, 0, max_rows=max_rows, **limits)
+        assert all(len(set(plan.num_rows.tolist())) == 1 for plan in found)
+    *_, last = dummy_plans({1, 2}, 0, max_rows=40, **limits)
+    assert [each.rows_per_request for each in last.segments] == [1, 24]
+    assert [each.first_row for each in last.segments] == [0, 1]
 
 
 def test_decodes_verify_every_draft_where_they_fit() -> None:
@@ -47,6 +58,7 @@ def test_eager_mixed_steps_come_with_every_power_of_two_of_rows() -> None:
         *((1, rows) for rows in (1, 2, 4, 8, 16, 24)),
         *((4, rows) for rows in (1, 2, 4, 8, 10)),
         *((16, rows) for rows in (1, 2)),
+        (2, 1),  # and a prompt
     }
 
 
@@ -58,6 +70,7 @@ def test_eager_mixed_steps_come_with_every_number_of_drafts() -> None:
             *((1, n) for n in range(most + 1)),
             *((4, n) for n in range(most + 1)),
             *((16, n) for n in range(2)),
+            (2, 0),
         }
 
 

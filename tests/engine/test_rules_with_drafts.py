@@ -298,6 +298,7 @@ def test_drafts_drawn_without_banned_tokens_keep_the_distribution() -> None:
     assert num_accepted > NUM_REQUESTS // 8
 
 
+@pytest.mark.slow
 def test_probabilities_from_before_the_bans_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation that the test above is for: the verifier is told what the drafter would have
     drawn from without bans."""
@@ -317,6 +318,7 @@ def test_probabilities_from_before_the_bans_are_found(monkeypatch: pytest.Monkey
     assert p < ALPHA
 
 
+@pytest.mark.slow
 def test_rules_that_forget_the_drafts_before_a_row_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

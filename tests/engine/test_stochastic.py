@@ -166,6 +166,7 @@ def test_sampled_runs_follow_the_target(
     assert p_value(world, *given, disturbed=disturbed, num_requests=NUM_REQUESTS) > ALPHA
 
 
+@pytest.mark.slow
 def test_probabilities_of_another_slot_are_caught(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

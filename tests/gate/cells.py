@@ -7,11 +7,12 @@ import json
 import select
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import comparison
@@ -53,12 +54,10 @@ def run(setting: Setting) -> PartResult:
     names = setting.chosen(cell.name for cell in cells)
     chosen = [cell for cell in cells if cell.name in names]
     mirrored = list({cell.twin: cell.mirrored for cell in chosen}.values())
-    with ThreadPoolExecutor(2) as both:
-        wanted = both.submit(_run_side, setting, mirrored, "cpu", setting.cpu_processes)
-        ours = both.submit(
-            _run_side, setting, chosen, setting.device, setting.device_processes, "device"
-        )
-        results = _judge_all(chosen, ours.result(), wanted.result(), setting.device)
+    ours = Queue(setting, "device", setting.device, chosen)
+    wanted = Queue(setting, "cpu", "cpu", mirrored)
+    run_both(setting, ours, wanted)
+    results = _judge_all(chosen, ours.ended, wanted.ended, setting.device)
     seconds = time.monotonic() - started
     return PartResult(results=results, seconds=seconds, is_partial=bool(setting.only))
 
@@ -90,30 +89,52 @@ def constrained(setting: Setting) -> list[str]:
 # ---------------------------------------------------------------- running
 
 
-def _run_side(
-    setting: Setting, cells: Sequence[Cell], device: str, num_processes: int, side: str = "cpu"
-) -> dict[str, Side]:
-    """Typed cells first, each in a process; then the others, a share of them in each worker."""
-    typed = [cell for cell in cells if cell.is_typed]
-    others = [cell for cell in cells if not cell.is_typed]
-    shares = [others[first::num_processes] for first in range(min(num_processes, len(others)))]
-    tasks: list[Callable[[], dict[str, Side]]] = [
-        *(partial(_typed, setting.on(i), cell, device, side) for i, cell in enumerate(typed)),
-        *(
-            partial(_Worker(setting.on(i), device, side).run, share)
-            for i, share in enumerate(shares)
-        ),
-    ]
-    done: dict[str, Side] = {}
-    with ThreadPoolExecutor(num_processes) as pool:
-        for finished in pool.map(lambda task: task(), tasks):
-            done |= finished
-            for name, ended in finished.items():
-                if ended.problem:
-                    setting.say(f"{side} {name}: {ended.problem}")
-            if len(done) == len(cells) or len(done) % 9 == 0:
-                setting.say(f"{side}: {len(done)} of {len(cells)} cells ended")
-    return done
+class Queue:
+    """Cells of one side that wait for a process, those first that are typed, and runs that ended.
+
+    Attributes:
+        side: "device" or "cpu", as its folders are called.
+        device: that the cells run on.
+        ended: the runs, by the cell's name.
+    """
+
+    def __init__(self, setting: Setting, side: str, device: str, cells: Sequence[Cell]) -> None:
+        self.side, self.device, self.ended = side, device, dict[str, Side]()
+        self._waiting = deque(sorted(cells, key=lambda cell: not cell.is_typed))
+        self._count, self._say, self._lock = len(cells), setting.say, Lock()
+
+    def take(self) -> Iterator[Cell]:
+        """The waiting cells one by one; each goes to a single caller."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                cell = self._waiting.popleft()
+            yield cell
+
+    def note(self, cell: Cell, run: Side) -> None:
+        """Keeps a run that ended, and reports."""
+        with self._lock:
+            self.ended[cell.name] = run
+            if run.problem:
+                self._say(f"{self.side} {cell.name}: {run.problem}")
+            if (count := len(self.ended)) == self._count or count % 9 == 0:
+                self._say(f"{self.side}: {count} of {self._count} cells ended")
+
+
+def run_both(setting: Setting, ours: Queue, wanted: Queue) -> None:
+    """Runs all cells, in processes of the device and of the CPU; whichever side ends first, its
+    processes go on with the other's cells."""
+    order = [(ours, wanted)] * setting.device_processes + [(wanted, ours)] * setting.cpu_processes
+
+    def serve(number: int) -> None:
+        for queue in order[number]:
+            worker = _Worker(setting.on(number), queue.device, queue.side)
+            for cell, run in worker.run(queue.take()):
+                queue.note(cell, run)
+
+    with ThreadPoolExecutor(len(order)) as pool:
+        list(pool.map(serve, range(len(order))))  # raises what one of them raised
 
 
 def _overrides(setting: Setting, cell: Cell, device: str, folder: Path) -> list[str]:
@@ -124,12 +145,12 @@ def _overrides(setting: Setting, cell: Cell, device: str, folder: Path) -> list[
     return [*kept, *own, *limit, *(["engine.device=cpu"] if device == "cpu" else [])]
 
 
-def _typed(setting: Setting, cell: Cell, device: str, side: str) -> dict[str, Side]:
+def _typed(setting: Setting, cell: Cell, device: str, side: str) -> Side:
     folder = setting.work / cell.name / side
     log = folder.with_name(f"{side}.txt")
     limit_s = setting.limit_s(CELL_LIMIT_S)
     if not limit_s:
-        return {cell.name: Side(folder=folder, problem=CUT_SHORT, seconds=0.0, log=log)}
+        return Side(folder=folder, problem=CUT_SHORT, seconds=0.0, log=log)
     ended = processes.run(
         [setting.python, "-m", "hydraspec", *_overrides(setting, cell, device, folder)],
         log=log,
@@ -137,27 +158,28 @@ def _typed(setting: Setting, cell: Cell, device: str, side: str) -> dict[str, Si
         env=setting.environment(device),
         cwd=setting.work,
     )
-    found = Side(folder=folder, problem=ended.problem, seconds=ended.seconds, log=log)
-    return {cell.name: found}
+    return Side(folder=folder, problem=ended.problem, seconds=ended.seconds, log=log)
 
 
 class _Worker:
-    """Cells one after another in one process, and in a new one after a cell that ended it."""
+    """Cells one after another in one process, and in a new one after a cell that ended it; those
+    that are typed in their own."""
 
     def __init__(self, setting: Setting, device: str, side: str) -> None:
         self.setting, self.device, self.side = setting, device, side
         self.process: subprocess.Popen[bytes] | None = None
 
-    def run(self, cells: Iterable[Cell]) -> dict[str, Side]:
-        done = {}
+    def run(self, cells: Iterable[Cell]) -> Iterator[tuple[Cell, Side]]:
+        """Yields each cell with its run, once that ended."""
         try:
             for cell in cells:
-                done[cell.name] = self._one(cell)
+                yield cell, self._one(cell)
         finally:
             self._end()
-        return done
 
     def _one(self, cell: Cell) -> Side:
+        if cell.is_typed:
+            return _typed(self.setting, cell, self.device, self.side)
         folder = self.setting.work / cell.name / self.side
         log = folder.with_name(f"{self.side}.txt")
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import processes
@@ -19,7 +17,7 @@ PIECE_LIMIT_S = 300.0
 ERROR_STATUS = 9
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
-PIECES_AT_ONCE = 4  # on a GPU
+PIECES_AT_ONCE = 5  # on a GPU
 LAUNCH_LIMIT_S = 120
 KERNEL_PROCESSES = 3
 PROBE = "import torch; print(float(torch.ones(3, device='cuda').sum()))"
@@ -29,43 +27,44 @@ EXACT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 SMALL = ["tracker=none", "workload.limit=4", "sampling.max_tokens=12", "engine.max_num_seqs=4"]
 SAMPLED = ["sampling=stochastic", "sampling.temperature=1.3"]
+# Longest first, by the seconds in docs/device.json: the part ends when its last piece does.
 RUNS: dict[str, list[str]] = {
+    "fp8-by-block-and-fp8-cache-eager-chunks": [
+        *("target=tiny_gemma4_fp8_block", "method=gemma4_mtp", "target.dtype=bfloat16"),
+        *("engine.kv_cache.dtype=fp8", "engine.max_num_batched_tokens=32"),
+        *("cudagraph=none", "baseline=false"),
+    ],
+    "fp8-experts-eager": [
+        *("target=tiny_gemma4_moe_fp8", "method=gemma4_mtp", "target.dtype=bfloat16"),
+        *("cudagraph=none", "baseline=false"),
+    ],
     "greedy-eager-chunks": [
         *("cudagraph=none", "engine.max_num_batched_tokens=32", "target.dtype=bfloat16"),
         "baseline=false",  # two engines without a caching allocator take over 300 s
-    ],
-    "greedy-graphs-two-engines": ["cudagraph=full_and_piecewise"],
-    "top_p-eager": [
-        *("target=tiny_qwen3", "method=eagle3", "cudagraph=none", "baseline=false", *SAMPLED),
-        *("sampling.top_k=0", "sampling.top_p=0.8", "method.draft_sampling=probabilistic"),
     ],
     "all-truncations-block-eager": [
         *("target=tiny_qwen3", "method=peagle", "cudagraph=none", "baseline=false", *SAMPLED),
         *("sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.02"),
         *("method.verification=block", "method.draft_sampling=probabilistic"),
     ],
-    "latent-attention-piecewise": [
-        *("target=tiny_deepseek", "method=mtp", "cudagraph=piecewise", "baseline=false"),
+    "four-bits-eager": [
+        *("target=tiny_gemma4_w4a16", "method=eagle3", "target.dtype=bfloat16"),
+        *("cudagraph=none", "baseline=false"),
     ],
     "experts-eager": [
         *("target=tiny_gemma4_moe", "method=gemma4_mtp", "cudagraph=none", "baseline=false"),
     ],
-    "fp8-by-block-and-fp8-cache-eager-chunks": [
-        *("target=tiny_gemma4_fp8_block", "method=gemma4_mtp", "target.dtype=bfloat16"),
-        *("engine.kv_cache.dtype=fp8", "engine.max_num_batched_tokens=32"),
-        *("cudagraph=none", "baseline=false"),
+    "top_p-eager": [
+        *("target=tiny_qwen3", "method=eagle3", "cudagraph=none", "baseline=false", *SAMPLED),
+        *("sampling.top_k=0", "sampling.top_p=0.8", "method.draft_sampling=probabilistic"),
     ],
+    "greedy-graphs-two-engines": ["cudagraph=full_and_piecewise"],
     "fp8-by-row-block-drafter-graphs": [
         *("target=tiny_qwen3_fp8", "method=dflash", "target.dtype=bfloat16"),
         *("cudagraph=full", "baseline=false"),
     ],
-    "fp8-experts-eager": [
-        *("target=tiny_gemma4_moe_fp8", "method=gemma4_mtp", "target.dtype=bfloat16"),
-        *("cudagraph=none", "baseline=false"),
-    ],
-    "four-bits-eager": [
-        *("target=tiny_gemma4_w4a16", "method=eagle3", "target.dtype=bfloat16"),
-        *("cudagraph=none", "baseline=false"),
+    "latent-attention-piecewise": [
+        *("target=tiny_deepseek", "method=mtp", "cudagraph=piecewise", "baseline=false"),
     ],
 }
 
@@ -127,36 +126,34 @@ def _refusal(setting: Setting, checked: list[str]) -> str | None:
 
 
 def _run_pieces(setting: Setting, checked: list[str]) -> list[Result]:
-    def one(name: str, make: Callable[[], Piece]) -> Result:
-        piece = make()
+    def one(piece: Piece) -> Result:
         limit_s = setting.limit_s(PIECE_LIMIT_S)
         if not limit_s:
-            return Result(name=name, status=NOT_RUN, notes=["the part's time was up"])
+            return Result(name=piece.name, status=NOT_RUN, notes=["the part's time was up"])
         ended = processes.run(
             [*checked, *piece.command],
-            log=setting.work / f"{name}.txt",
+            log=setting.work / f"{piece.name}.txt",
             limit_s=limit_s,
             env=piece.environment,
             cwd=piece.cwd,
         )
-        result = judge(name, ended)
-        setting.say(f"{name}: {result.status}, {ended.seconds:.0f} s")
+        result = judge(piece.name, ended)
+        setting.say(f"{piece.name}: {result.status}, {ended.seconds:.0f} s")
         return result
 
-    pieces: dict[str, Callable[[], Piece]] = {
-        name: partial(_run_piece, setting.on(i), name)
-        for i, name in enumerate(setting.chosen(RUNS))
-    }
-    names = [f"kernels-{number}" for number in range(1, KERNEL_PROCESSES + 1)]
-    if kernels := setting.chosen(names):
-        tests = first_of_each_file(_kernel_tests(setting))
-        shares = dict(zip(names, (tests[i::KERNEL_PROCESSES] for i in range(9)), strict=False))
-        pieces |= {
-            name: partial(_test_piece, setting.on(i), name, shares[name])
-            for i, name in enumerate(kernels)
-        }
     with ThreadPoolExecutor(PIECES_AT_ONCE * max(1, len(setting.gpus))) as pool:
-        return list(pool.map(lambda item: one(*item), pieces.items()))
+        runs = [
+            pool.submit(one, _run_piece(setting.on(i), name))
+            for i, name in enumerate(setting.chosen(RUNS))
+        ]
+        shares = _shares_of_tests(setting)  # collected while the runs run
+        tests = [
+            pool.submit(one, _test_piece(setting.on(i), name, share))
+            for i, (name, share) in enumerate(shares.items())
+            if share  # pytest without names runs every test
+        ]
+        lacking = [name for name, share in shares.items() if not share]
+        return [piece.result() for piece in (*runs, *tests)] + [_uncollected(n) for n in lacking]
 
 
 def _run_piece(setting: Setting, name: str) -> Piece:
@@ -189,6 +186,20 @@ def _test_piece(setting: Setting, name: str, tests: list[str]) -> Piece:
         cwd=setting.tree,
         environment=setting.environment("cuda"),
     )
+
+
+def _shares_of_tests(setting: Setting) -> dict[str, list[str]]:
+    """The kernel tests of each chosen piece, by its name."""
+    names = [f"kernels-{number}" for number in range(1, KERNEL_PROCESSES + 1)]
+    chosen = setting.chosen(names)
+    tests = first_of_each_file(_kernel_tests(setting)) if chosen else []
+    return {name: tests[names.index(name) :: KERNEL_PROCESSES] for name in chosen}
+
+
+def _uncollected(name: str) -> Result:
+    result = Result(name=name)
+    result.fail("no test was collected")
+    return result
 
 
 def _kernel_tests(setting: Setting) -> list[str]:

@@ -14,7 +14,7 @@ import memcheck
 import processes
 import pytest
 import speed
-from cells import _Worker
+from cells import Queue, _Worker, run_both
 from matrix import Cell
 from setting import PartResult, Result, Setting, site_of
 
@@ -115,11 +115,55 @@ def test_a_worker_that_hangs_or_dies_is_replaced(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("cells.CELL_LIMIT_S", 1.5)
     names = ("good", "hang", "die", "fine")
     cells = [Cell(name=name, overrides=(f"target={name}",)) for name in names]
-    done = _Worker(setting_in(tmp_path), "cpu", "device").run(cells)
-    problems = [done[name].problem for name in names]
+    runs = list(_Worker(setting_in(tmp_path), "cpu", "device").run(cells))
+    assert [cell.name for cell, _ in runs] == list(names)
+    problems = [run.problem for _, run in runs]
     assert (problems[0], problems[3]) == (None, None)
     assert str(problems[1]).startswith("cut after 2 s")
     assert str(problems[2]).startswith("its process ended with 7")
+
+
+# A cell that waits ends once another process has run the cell after it.
+WAITER = """
+import json, sys, time
+from pathlib import Path
+for line in sys.stdin:
+    said = json.loads(line)["overrides"][0]
+    while said == "target=wait" and not Path("mark").exists(): time.sleep(0.01)
+    if said == "target=mark": Path("mark").touch()
+    print(json.dumps({"problem": None}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("longer", ["device", "cpu"])
+def test_the_processes_of_the_side_that_ends_first_help_the_other(
+    longer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches idle cores: the CPU's cells took half as long as the device's."""
+    worker = tmp_path / "waiter.py"
+    worker.write_text(WAITER)
+    monkeypatch.setattr("cells.WORKER", worker)
+    monkeypatch.setattr("cells.CELL_LIMIT_S", 20.0)
+    said = list[str]()
+    setting = setting_in(tmp_path, device_processes=1, cpu_processes=1, say=said.append)
+    cells = [Cell(name=name, overrides=(f"target={name}",)) for name in ("wait", "mark", "good")]
+    device, cpu = (
+        Queue(setting, side, "cpu", cells if side == longer else cells[2:])
+        for side in ("device", "cpu")
+    )
+    run_both(setting, device, cpu)
+    for queue, side in ((device, "device"), (cpu, "cpu")):
+        wanted = {"wait", "mark", "good"} if side == longer else {"good"}
+        assert {name: run.problem for name, run in queue.ended.items()} == dict.fromkeys(wanted)
+        assert f"{side}: {len(wanted)} of {len(wanted)} cells ended" in said
+
+
+def test_typed_cells_begin_first(tmp_path: Path):
+    """They take longest; the others keep their order."""
+    cells = [Cell(name=name, overrides=(), is_typed=name.isupper()) for name in "aBcD"]
+    assert [cell.name for cell in Queue(setting_in(tmp_path), "cpu", "cpu", cells).take()] == [
+        *"BDac"
+    ]
 
 
 def test_a_process_over_its_limit_is_cut_with_what_it_said(tmp_path: Path):
@@ -181,6 +225,44 @@ def test_a_sanitizer_that_is_refused_the_device_is_not_run(
     part = memcheck.run(setting_in(tmp_path))
     assert part.status == "not run"
     assert str(part.reason).endswith("Error: Device not supported")
+
+
+def test_pieces_begin_in_order_and_each_kernel_test_is_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a tool's place a script that prints its command and finds no error."""
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho $@\necho '========= ERROR SUMMARY: 0 errors'\n")
+    tool.chmod(0o755)
+    tests = [f"tests/kernels/test_{letter}.py::test_it" for letter in "abcdefgh"]
+    monkeypatch.setattr(memcheck, "_kernel_tests", lambda setting: tests)
+    monkeypatch.setattr(memcheck, "PIECES_AT_ONCE", 1)
+    said = list[str]()
+    setting = setting_in(tmp_path, say=said.append)
+    results = memcheck._run_pieces(setting, [str(tool)])
+    names = [*memcheck.RUNS, "kernels-1", "kernels-2", "kernels-3"]
+    assert [result.name for result in results] == [line.split(":")[0] for line in said] == names
+    assert {result.status for result in results} == {"passed"}
+    logs = [(setting.work / f"{name}.txt").read_text() for name in names[-3:]]
+    assert sorted(word for log in logs for word in log.split() if word in tests) == tests
+    only = setting_in(tmp_path, only=("kernels-2", "four"))
+    assert [result.name for result in memcheck._run_pieces(only, [str(tool)])] == [
+        *("four-bits-eager", "kernels-2")
+    ]
+    assert (only.work / "kernels-2.txt").read_text() == logs[1]
+
+
+def test_kernel_pieces_without_tests_run_nothing_and_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches a collection that is cut: pytest without names would run every test of the tree."""
+    monkeypatch.setattr(memcheck, "_kernel_tests", lambda setting: [])
+    setting = setting_in(tmp_path, only=("kernels-1", "kernels-3"))
+    results = memcheck._run_pieces(setting, ["false"])
+    assert [(result.name, result.problems) for result in results] == [
+        (name, ["no test was collected"]) for name in ("kernels-1", "kernels-3")
+    ]
+    assert {result.status for result in results} == {"failed"}
 
 
 def default_run(

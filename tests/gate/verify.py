@@ -124,8 +124,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="of each cell, in a dry run")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "gate", help="is emptied")
     num_gpus = max(1, len(devices()))
-    parser.add_argument("--processes", type=int, default=8 * num_gpus, help="on GPUs, in cells")
-    parser.add_argument("--cpu-processes", type=int, default=8 * num_gpus, help="beside them")
+    first = "that begin with cells on {}; a side that ends first helps the other".format
+    each = {"type": int, "default": 8 * num_gpus}
+    parser.add_argument("--processes", **each, help=first("GPUs"))
+    parser.add_argument("--cpu-processes", **each, help=first("the CPU"))
     parser.add_argument("--test-workers", type=int, default=_test_workers(), help="of pytest-xdist")
     args = parser.parse_args(argv)
     part = os.environ.get("PART") or ",".join(PARTS)

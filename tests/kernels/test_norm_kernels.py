@@ -78,16 +78,18 @@ def check_add_norm(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(
-    ("rows", "width", "parts"), [(1, 64, 0), (3, 80, 1), (2, 24, 5), (5, 96, 16)]
+    ("rows", "width", "parts"),
+    [(1, 64, 0), (3, 80, 1), (2, 24, 5), (5, 96, 16), (2, 1300, 3), (1, 1536, 0)],
 )
 def test_add_norm_sums_parts_norms_and_adds(rows, width, parts, dtype, device):
     check_add_norm(rows, width, parts, dtype, device, scale=0.7)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("width", [40, 1400])
 @pytest.mark.parametrize("weights", [(False, True), (True, False), (False, False)])
-def test_add_norm_without_weights_or_without_a_next_norm(weights, dtype, device):
-    check_add_norm(3, 40, 2, dtype, device, weights=weights)
+def test_add_norm_without_weights_or_without_a_next_norm(weights, width, dtype, device):
+    check_add_norm(3, width, 2, dtype, device, weights=weights)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
@@ -133,9 +135,11 @@ def test_add_norm_at_model_sizes_is_near_float64(rows, width, parts, dtype):
 
 
 @pytest.mark.gpu
-def test_a_row_does_not_depend_on_the_rows_beside_it():
-    h, w, v = draws(0, torch.bfloat16, "cuda", (37, 2560), (2560,), (2560,))
-    (x,) = draws(1, torch.float32, "cuda", (4, 37, 2560))
+@pytest.mark.parametrize("width", [2560, 5376])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_row_does_not_depend_on_the_rows_beside_it(parts, width):
+    h, w, v = draws(0, torch.bfloat16, "cuda", (37, width), (width,), (width,))
+    (x,) = draws(1, torch.float32, "cuda", (parts, 37, width))
     options = {"post_weight": w, "next_weight": v, "eps": EPS}
     whole = add_norm_cuda(h.clone(), x, **options)
     alone = add_norm_cuda(h[9:10].clone(), x[:, 9:10], **options)

@@ -20,14 +20,17 @@ from hydraspec_kernels.attention.reference import prefill_attention_reference
 from hydraspec_kernels.attention.tiling import fits_prefill as fits
 from torch import Tensor
 
-# KV heads, queries of each, head size, window, block size, whether keys are split: a window and
-# none, one slice of a head and two.
-Shape = tuple[int, int, int, int, int, bool]
-SHAPES = [(16, 2, 256, 1024, 16, False), (4, 8, 512, 0, 32, True)]
+# KV heads, queries of each, head size, window, block size, whether keys are split, rows up to which
+# requests are skipped: a window and none, one slice of a head and two.
+Shape = tuple[int, int, int, int, int, bool, int]
+SHAPES = [(16, 2, 256, 1024, 16, False, 0), (4, 8, 512, 0, 32, True, 0)]
 MORE_SHAPES = [
-    (4, 8, 512, 0, 32, False),
-    (8, 4, 128, 0, 256, False),
-    (8, 1, 64, 0, 8, False),
+    (4, 8, 512, 0, 32, False, 0),
+    (8, 4, 128, 0, 256, False, 0),
+    (8, 1, 64, 0, 8, False, 0),
+    (2, 4, 512, 0, 16, False, 16),
+    (4, 8, 512, 0, 16, False, 16),
+    (8, 4, 128, 0, 16, False, 16),
 ]
 COMPILE = """
 import json, sys
@@ -37,7 +40,7 @@ from hydraspec_kernels.attention.prefill_kernel import LAUNCH, _prefill_kernel a
 
 NUMBERS = "num_rows", "num_requests", "units", "tiles", "splits", "table_stride"
 found = []
-for heads, group, dim, window, block, is_split, cut in json.loads(sys.argv[1]):
+for heads, group, dim, window, block, is_split, skipped, cut in json.loads(sys.argv[1]):
     types = {"out": "*bf16", "partial": "*fp32", "scale": "fp32", "counters": "*i32"}
     types |= dict.fromkeys(("block_table", "seq_lens", "starts"), "*i64")
     types |= dict.fromkeys(NUMBERS, "i32")
@@ -47,6 +50,7 @@ for heads, group, dim, window, block, is_split, cut in json.loads(sys.argv[1]):
     fixed = {name.upper(): value for name, value in cut.items()}
     fixed |= {"KV_HEADS": heads, "GROUP": group, "DIM": dim, "WINDOW": window, "PDL": True}
     fixed |= {"BLOCK_SIZE": block, "BLOCK_B": 64, "FEW": is_split, "SPLIT": is_split}
+    fixed["SKIPPED_ROWS"] = skipped
     made = build(kernel, types, fixed, ("out", "partial"), **LAUNCH)
     found.append([made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async")])
 print(json.dumps(found))
@@ -76,7 +80,7 @@ def check(case: Requests) -> None:
 @pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.slow)])
 def test_compiles_and_fits(shapes: list[Shape], tmp_path: Path) -> None:
     jobs = []
-    for heads, group, dim, window, block, is_split in shapes:
+    for heads, group, dim, window, block, is_split, skipped in shapes:
         shape = GroupShape(
             num_heads=heads * group,
             num_kv_heads=heads,
@@ -85,7 +89,7 @@ def test_compiles_and_fits(shapes: list[Shape], tmp_path: Path) -> None:
             window=window or None,
         )
         cut = asdict(tiling.prefill_tiling(shape))
-        jobs.append([heads, group, dim, window, block, is_split, cut])
+        jobs.append([heads, group, dim, window, block, is_split, skipped, cut])
     for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job
         assert products > 0, job

@@ -222,7 +222,7 @@ def test_rows_round_by_the_magnitudes_of_all_ranks(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [384, 300, 9000])
+@pytest.mark.parametrize("width", [384, 300, 1400, 9000])
 @pytest.mark.parametrize("name", ["token", "group 128"])
 def test_a_norm_and_a_gate_round_as_the_product_would(
     name: str, width: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 from tiny_targets import gemma4_config, write_folder
 
 import hydraspec
-from hydraspec.engine import machine
+from hydraspec.engine import notes
 from hydraspec.engine.native import NativeEngine
 from hydraspec.types import ConfigurationError
 
@@ -87,11 +87,11 @@ def test_rounding_is_warned_of_once_a_run(  # type: ignore[no-untyped-def]
 
 
 def test_an_engine_without_a_run_logs_the_warning_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_folder(tmp_path / "target", gemma4_config())
     typed = ["target=custom", f"target.checkpoint={folder}", "target.weights=random"]
-    machine.log_once.cache_clear()
+    monkeypatch.setattr(notes, "_logged", set())
     for _ in range(2):
         engine = hydraspec.build_engine([*typed, "method=none", "engine.kv_cache.dtype=fp8"])
         engine.baseline()

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import as_ranks
 from torch import Tensor
 
+from hydraspec.models.block_drafter import context
 from hydraspec.models.block_drafter.head import BlockHead
 from hydraspec.models.checkpoint.quantization_config import KEY
 from hydraspec.models.kv_groups import FULL, SLIDING
@@ -53,6 +54,11 @@ TWO_KINDS = {
 def no_grad():
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def as_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "SEPARATE_ON", ())
 
 
 def make_target(group: TensorGroup = SOLO) -> FakeTarget:
@@ -110,6 +116,17 @@ def test_one_product_writes_what_the_layers_write(tmp_path: Path, seed: int) -> 
     head = load(folder, method, target)
     assert (head.context_projection is None) == (len(head.layers) == 1)
     check(head, matrix(rng, NUM_TOKENS, SIZE) * 4)
+
+
+def test_a_cpu_takes_a_product_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a copy that a CPU holds and does not read."""
+    folder, features = folder_of(tmp_path, BIAS), matrix(np.random.default_rng(8), NUM_TOKENS, SIZE)
+    on_device = load(folder, "dflash", make_target())
+    monkeypatch.undo()
+    head = load(folder, "dflash", make_target())
+    assert head.context_projection is None
+    assert head.memory_bytes() == memory_bytes(head.tensors()) < on_device.memory_bytes()
+    torch.testing.assert_close(written(head, features), written(on_device, features), **CLOSE)
 
 
 @pytest.mark.parametrize("changes", [BIAS, NO_BIAS], ids=["bias", "no bias"])

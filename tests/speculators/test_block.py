@@ -20,9 +20,16 @@ from plain_loops import MAX_K, run_scenarios
 from scenarios import Outcome
 from torch import Tensor
 
+from hydraspec.models.block_drafter import context
 from hydraspec.types import Draft, Rows, TargetStep
 
 QUICK = ("dflash on qwen3", "dspark on gemma4")
+
+
+@pytest.fixture(autouse=True)
+def as_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context takes one product; tests/models/test_block_drafter.py has a CPU's."""
+    monkeypatch.setattr(context, "SEPARATE_ON", ())
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ((n,) for n in WORLDS)))

@@ -174,7 +174,7 @@ def queries(
     query = (query * size * case.head_dim**-0.5).to(case.dtype)[:, : case.heads]
     starts = torch.tensor([0, *case.rows], device=device).cumsum(0) if has_starts else None
     lens = torch.tensor(case.lens, device=device)
-    segments = (RowSegment(0, 0, len(case.rows), max(case.rows), 0),)
+    segments = [RowSegment(0, b, 1, rows, 0) for b, rows in enumerate(case.rows)]
     shape = case.group_shape(latent_dim)
     return Queries(query, cache, device_plan(shape, segments, table, lens, starts))
 

@@ -207,3 +207,23 @@ class FakeEngine(Engine):
             latency_ms=5.0 + 2.0 * len(output),
             num_cached_tokens=0 if error else self.behaviour.num_cached,
         )
+
+
+class NotingEngine(FakeEngine):
+    """Has a note of loading, which its baseline has too, one of the baseline alone, and one that a
+    run adds."""
+
+    def __init__(self, **info: object) -> None:
+        super().__init__(warnings=["a note of both"], **info)
+
+    def baseline(self) -> Engine:
+        base = super().baseline()
+        base.info.warnings += ["a note of both", "a baseline's note"]
+        return base
+
+    def run(
+        self, requests: Sequence[Request], *, concurrency: int | None
+    ) -> Iterator[StepRecord | Completion]:
+        if "a late note" not in self.info.warnings:
+            self.info.warnings.append("a late note")
+        yield from super().run(requests, concurrency=concurrency)

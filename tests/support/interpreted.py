@@ -19,6 +19,7 @@ from recorded_graphs import CalledAgain
 from triton_interpreter import mend_interpreter
 
 from hydraspec.engine.run import loading
+from hydraspec.models.block_drafter import context
 from hydraspec.models.place import Place
 
 
@@ -26,6 +27,7 @@ def run_as_on_devices(patch: pytest.MonkeyPatch) -> None:
     """Engines that are built from now on have a device's kernels and runners."""
     _run_kernels(patch)
     patch.setattr(Place, "uses_cpu_norms", False)
+    patch.setattr(context, "SEPARATE_ON", ())
     assemble = loading.assemble
     patch.setattr(
         loading,

@@ -7,7 +7,6 @@ of the newest tokens per step.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -24,14 +23,13 @@ from hydraspec.adapters.transformers.watch import AssistedWatch, StepWatch, Stre
 from hydraspec.config.schema import MethodConfig, RunConfig
 from hydraspec.engine.base import Engine, EngineInfo
 from hydraspec.engine.finish import FinishCheck, OfferedRequest
-from hydraspec.engine.machine import log_once, model_length
+from hydraspec.engine.machine import model_length
+from hydraspec.engine.notes import log_once
 from hydraspec.engine.prompts import LOGPROBS, refuse_sampling, tokenize
 from hydraspec.engine.schedule.admission import Pending
 from hydraspec.engine.turns import History
 from hydraspec.sampling.rules import has_rules
 from hydraspec.types import IMAGE, Completion, Image, Request, Span, StepRecord
-
-log = logging.getLogger(__name__)
 
 ONE_AT_A_TIME = (
     "engine=transformers decodes method=gemma4_mtp one request at a time, and so its baseline: "
@@ -211,12 +209,10 @@ def _info(parts: TransformersParts) -> EngineInfo:
         log_once(f"cudagraph={requested} is not used: {reason}")
     if parts.quantization is not None:
         warnings.append(ROUNDS_OTHERWISE)
-        log.warning(ROUNDS_OTHERWISE)
     spec: dict[str, object] | None = None
     if parts.assistant is not None:
         if config.workload.concurrency != 1:
             warnings.append(ONE_AT_A_TIME)
-            log.warning(ONE_AT_A_TIME)
         spec = {
             "drafter": type(parts.assistant).__name__,
             "num_assistant_tokens": config.method.most_drafts,

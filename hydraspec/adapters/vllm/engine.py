@@ -288,8 +288,6 @@ def _info(parts: VllmParts) -> EngineInfo:
         why = "engine.vllm.record_steps=false" if config.parallelism.data == 1 else "data parallel"
         warnings.append(NOT_RECORDED.format(why=why))
     warnings += parts.warnings
-    for warning in warnings:
-        log.warning("%s", warning)
     has_fp8_cache = config.engine.kv_cache.dtype is KVDtype.fp8
     if has_fp8_cache:
         warnings.append(KV_IS_ROUNDED.format(config.target.dtype.value))

@@ -181,7 +181,7 @@ def loaded(config: RunConfig) -> Iterator[Patient]:
         engine_config = replace(engine_config, kv_cache=cache)
     config = replace(config, cudagraph=replace(config.cudagraph, name="none"), engine=engine_config)
     engine: Any = factory.build_engine(config)
-    factory.log_rounding(engine)
+    factory.log_notes(engine)
     try:
         parts = engine.parts
         _unpack(getattr(parts.runner.speculator, "head", None))

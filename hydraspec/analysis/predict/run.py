@@ -122,11 +122,13 @@ def _with_drafts(config: RunConfig, num_drafts: int) -> RunConfig:
 def _engines(config: RunConfig, num_drafts: int) -> Iterator[tuple[Engine, Engine]]:
     """The engine with K drafts, and the same target without a drafter."""
     engine = factory.build_engine(_with_drafts(config, num_drafts))
-    factory.log_rounding(engine)
+    factory.log_notes(engine)
     try:
         gc.collect()
         gc.freeze()
-        yield engine, engine.baseline()
+        plain = engine.baseline()
+        yield engine, plain
+        factory.log_notes(engine, plain)  # also of graphs that were captured meanwhile
     finally:
         gc.unfreeze()
         engine.close()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hydraspec.config.messages import refusal
 from hydraspec.config.schema import RunConfig, Weights
+from hydraspec.errors import ConfigurationError
 from hydraspec.models.base import TargetModel
-from hydraspec.models.checkpoint.kv_scales import stored_kv_scales
+from hydraspec.models.checkpoint.kv_scales import other_kv_format, stored_kv_scales
 from hydraspec.models.checkpoint.reader import open_checkpoint
 from hydraspec.models.decoder import Decoder
 from hydraspec.parallel.control import Control
@@ -35,28 +36,37 @@ def scale_kv(
     head. Every rank of a run calls this at the same time.
 
     Raises:
-        ConfigurationError: the target's cache cannot be in e4m3.
+        ConfigurationError: the target's cache cannot be in e4m3, or its checkpoint names another
+            format.
+        CheckpointError: the checkpoint's scales cannot be used.
     """
     if not isinstance(target, Decoder) or any(
         spec.shape.latent_dim is not None for spec in target.kv_groups(BLOCK)
     ):
-        raise refusal(
-            "engine.kv_cache.dtype",
-            config.engine.kv_cache.dtype.value,
-            f"is not available with target={config.target.name}: its cache does not hold the keys "
-            "and values of heads",
-            allowed="auto",
-            remedy="leave the key out, or choose another target",
-        )
+        raise _refused(config, "its cache does not hold the keys and values of heads")
     owners = [layer for spec in target.kv_groups(BLOCK) for layer in spec.layers]
     # Ranks and stages have the same files: all of them calibrate, or none.
     scales: dict[int, Tensor] = {}
     if config.target.weights is Weights.checkpoint:
-        scales = stored_kv_scales(open_checkpoint(config.target.checkpoint), target)
+        checkpoint = open_checkpoint(config.target.checkpoint)
+        if other := other_kv_format(checkpoint):
+            where = f"config.json of {str(checkpoint.folder)!r}"
+            raise _refused(config, f"the kv_cache_scheme in {where} names no FP8 format ({other})")
+        scales = stored_kv_scales(checkpoint, target)
     if not control.agree_all(all(layer in scales for layer in owners)):
         num_tokens = min(NUM_TOKENS, target.max_position_embeddings)
         scales = calibrated(target, num_tokens, link, control)
     keep_in_e4m3(target, scales)
+
+
+def _refused(config: RunConfig, reason: str) -> ConfigurationError:
+    return refusal(
+        "engine.kv_cache.dtype",
+        config.engine.kv_cache.dtype.value,
+        f"is not available with target={config.target.name}: {reason}",
+        allowed="auto",
+        remedy="leave the key out, or choose another target",
+    )
 
 
 def keep_in_e4m3(target: Decoder, scales: dict[int, Tensor]) -> None:

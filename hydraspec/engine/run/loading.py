@@ -23,7 +23,8 @@ from hydraspec.engine.cache.sizing import (
     size_warnings,
     smallest_cache,
 )
-from hydraspec.engine.machine import log_once, model_length, pick_device, set_num_threads
+from hydraspec.engine.machine import model_length, pick_device, set_num_threads
+from hydraspec.engine.notes import log_once
 from hydraspec.engine.rounded_kv import KV_IS_ROUNDED, with_fp8_cache
 from hydraspec.engine.run.device_runner import DeviceRunner
 from hydraspec.engine.run.kv_scales import scale_kv
@@ -361,7 +362,7 @@ def _info(
         log.info("target: quantization=%s", stored)
     notes += getattr(target, "quantization_notes", ())
     if any(each.dtype is E4M3 for each in kv.specs):
-        warnings = [*warnings, KV_IS_ROUNDED.format(config.target.dtype.value)]
+        notes.append(KV_IS_ROUNDED.format(config.target.dtype.value))
         stored = with_fp8_cache(stored)
     elif note := getattr(target, "kv_cache_note", ""):
         notes.append(note)
@@ -372,8 +373,6 @@ def _info(
     runs_ahead = _runs_ahead(config, target) or target.stage.count > 1
     if models.speculator.min_survival is not None and runs_ahead:
         notes.append(ROWS_STAY)
-    for note in notes:
-        log.warning(note)
     return EngineInfo(
         engine="native",
         target=config.target.name,

@@ -297,7 +297,6 @@ class StepGraphs:
     def _left_out(self, descriptor: Descriptor, warning: str) -> None:
         self._uncaptured.add(descriptor)
         torch.cuda.empty_cache()  # memory that the attempt took on the stream of captures
-        log.warning(warning)
         if warning not in self.warnings:
             self.warnings.append(warning)
 

@@ -263,9 +263,10 @@ def dummy_plans(
 ) -> Iterator[StepPlan]:
     """Plans of each batch size for compiling kernels ahead of time: greedy requests that read a
     prompt and, where `decodes` is true, requests that verify K drafts; where `mixed` is true, also
-    those that read or verify fewer rows. Slots and block tables are empty.
+    those that read or verify fewer rows; and a request that decodes beside one that reads a prompt.
+    Slots and block tables are empty.
     """
-    k = num_speculative_tokens
+    k, batch_sizes = num_speculative_tokens, set(batch_sizes)
     for count in sorted(batch_sizes, reverse=True):
         most = min(DUMMY_PROMPT_ROWS, max_rows // count, max_seq_len)
         # Kernels are chosen by the powers of two that hold the requests, and the rows of each.
@@ -277,6 +278,16 @@ def dummy_plans(
         for drafts in range(0 if every_size else k, k + 1):
             if (decodes or drafts < k) and count * (drafts + 1) <= max_rows:
                 yield _dummy_plan(count, drafts + 1, drafts, k, max_seq_len)
+    beside = min(DUMMY_PROMPT_ROWS, max_rows - 1, max_seq_len)
+    if max(batch_sizes) > 1 and beside > 1:
+        yield replace(
+            _dummy_plan(2, beside, 0, k, max_seq_len),
+            num_rows=np.array([1, beside]),
+            segments=(
+                RowSegment(0, 0, 1, 1, max_seq_len),
+                RowSegment(1, 1, 1, beside, max_seq_len),
+            ),
+        )
 
 
 def _dummy_plan(count: int, rows: int, drafts: int, k: int, longest: int) -> StepPlan:

@@ -11,6 +11,8 @@ from torch import Tensor
 from hydraspec.models.linear import Linear
 from hydraspec.models.place import Place
 
+SEPARATE_ON = ("cpu",)  # types of devices on which one product saves no time
+
 
 class ContextProjection:
     """The key and value columns of all layers' projections, side by side in one matrix: every layer
@@ -55,6 +57,8 @@ class ContextProjection:
 
 def context_projection(layers: Sequence[Any], place: Place) -> ContextProjection | None:
     """The projection of layers, once their weights are filled. None where one product would gain
-    nothing, or has no matrix: for a single layer, and if any layer's projection is quantised."""
+    nothing, or has no matrix: on a CPU, for a single layer, and if any layer's projection is
+    quantised."""
     is_quantised = any(layer.attention.qkv.slab is not None for layer in layers)
-    return None if is_quantised or len(layers) == 1 else ContextProjection(layers, place)
+    is_separate = place.device.type in SEPARATE_ON or is_quantised or len(layers) == 1
+    return None if is_separate else ContextProjection(layers, place)

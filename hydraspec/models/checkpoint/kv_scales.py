@@ -15,10 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hydraspec.errors import CheckpointError
+from hydraspec.models.checkpoint.config_reader import shown
 from hydraspec.models.checkpoint.quantization_config import found_formats
 from hydraspec.models.checkpoint.reader import Checkpoint, TensorEntry
 from hydraspec.models.parts import Share, Weights
 
+FP8 = ("float", 8)  # type and bits of a kv_cache_scheme
 # k_scale of the attention, or of its inner module, or output_scale of a projection.
 _NAME = re.compile(
     r"layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_scale|([kv])_proj\.output_scale)\Z"
@@ -29,13 +31,23 @@ def stored_kv_scales(checkpoint: Checkpoint, target: Any) -> dict[int, Tensor]:
     """The checkpoint's scales [2, Hkv] of this rank's heads, by held layer of a Decoder that owns
     KV; see `read_kv_scales`.
 
-    Raises CheckpointError: see `read_kv_scales` and `of_heads`.
+    Raises CheckpointError: see `read_kv_scales` and `of_heads`; scales of some such layers alone,
+    held or not, so that all ranks raise it.
     """
-    where, found = str(checkpoint.folder), {}
-    for i, scales in read_kv_scales(checkpoint, target).items():
-        if i in target.held and target.kv_source(i) == i:
-            heads = target.layers[i].attention.kv
-            found[i] = of_heads(scales, heads, where, i).to(target.device)
+    where, stored = str(checkpoint.folder), read_kv_scales(checkpoint, target)
+    owners = [i for i in range(target.num_layers) if target.kv_source(i) == i]
+    found = {
+        i: of_heads(stored[i], target.layers[i].attention.kv, where, i).to(target.device)
+        for i in owners
+        if i in target.held and i in stored
+    }
+    missing = [i for i in owners if i not in stored]
+    if 0 < len(missing) < len(owners):
+        raise CheckpointError(
+            f"checkpoint {where!r}: {len(missing)} of {len(owners)} layers with a cache have no "
+            f"scales for an FP8 cache (layer {missing[0]} is the first); expected k_scale and "
+            "v_scale of all, or of none: download it again, or leave engine.kv_cache.dtype out"
+        )
     return found
 
 
@@ -63,12 +75,26 @@ def read_kv_scales(checkpoint: Checkpoint, model: Weights) -> dict[int, tuple[Te
     return {layer: (scales["k"], scales["v"]) for layer, scales in found.items()}
 
 
+def other_kv_format(checkpoint: Checkpoint) -> str:
+    """The checkpoint's `kv_cache_scheme` in words, if it is not of 8-bit floats; else empty."""
+    formats = found_formats(checkpoint.config, str(checkpoint.folder))
+    scheme = None if formats is None else formats.get("kv_cache_scheme")
+    stated = _stated(scheme)
+    if not scheme or stated == FP8:
+        return ""
+    return shown(scheme) if stated is None else f"type {stated[0]}, num_bits {stated[1]}"
+
+
 def _is_e4m3(scheme: Any) -> bool:
     """Returns whether a kv_cache_scheme is of 8-bit floats with scales that files hold."""
+    return _stated(scheme) == FP8 and scheme.get("dynamic", False) is False
+
+
+def _stated(scheme: Any) -> tuple[str, Any] | None:
+    """Type and bits of a kv_cache_scheme, by default those of the library; None: no object."""
     if not isinstance(scheme, Mapping):
-        return False
-    stated = scheme.get("type"), scheme.get("num_bits"), scheme.get("dynamic", False)
-    return stated == ("float", 8, False)
+        return None
+    return str(scheme.get("type") or "int").lower(), scheme.get("num_bits", 8)
 
 
 def _read(entry: TensorEntry, where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gated activations: act(gate) * up."""
+"""Gated activations, act(gate) * up, and the soft cap of logits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hydraspec_kernels.activation.reference import gated_activation_reference
+from hydraspec_kernels.activation.reference import gated_activation_reference, soft_cap_reference_
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.runtime.launch import runs_kernels
 
-__all__ = ["Activation", "gated_activation", "rounded_activation"]
+__all__ = ["Activation", "gated_activation", "rounded_activation", "soft_cap_"]
 
 Activation = Literal["gelu_tanh", "silu"]
 
@@ -31,3 +31,16 @@ def rounded_activation(gate_up: Tensor, activation: Activation, rounding: Roundi
     from hydraspec_kernels.activation.kernel import rounded_activation_cuda  # Triton
 
     return rounded_activation_cuda(gate_up, activation, rounding)
+
+
+def soft_cap_(logits: Tensor, softcap: float) -> Tensor:
+    """Replaces contiguous logits [..., N] by softcap * tanh(logits / softcap); returns them.
+
+    Half precision on CUDA takes one pass over memory, and rounds once; elsewhere each of the three
+    operators rounds.
+    """
+    if runs_kernels(logits) and logits.dtype in (torch.bfloat16, torch.float16):
+        from hydraspec_kernels.activation.softcap_kernel import soft_cap_cuda_  # Triton
+
+        return soft_cap_cuda_(logits, softcap)
+    return soft_cap_reference_(logits, softcap)

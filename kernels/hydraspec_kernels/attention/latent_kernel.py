@@ -374,5 +374,5 @@ def latent_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> T
     )
     if splits > 1:
         block_d = rank if splits <= 8 else rank // 2
-        combine_splits(out, partial, plan, splits=splits, block_s=splits, block_d=block_d)
+        combine_splits(out, partial, plan, splits=splits, block_d=block_d)
     return out

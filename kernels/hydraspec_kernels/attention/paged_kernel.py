@@ -2,6 +2,7 @@
 
 With few rows per request the grid names requests, and the visible keys are divided among S splits.
 With many rows the grid is an upper bound, and a program looks its request up in query_start_loc.
+Where some requests have few rows and others many, two launches may attend them (`splits_of_few`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.attention import tiling as cuts
-from hydraspec_kernels.attention.plan import DevicePlan
+from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
 from hydraspec_kernels.attention.splits_kernel import combine_splits
 from hydraspec_kernels.attention.tiles_kernel import (
     NO_KEY,
@@ -24,7 +25,9 @@ from hydraspec_kernels.attention.tiles_kernel import (
     find_rows,
     load_rows,
     newest_keys,
+    own_rows,
     prefetch_keys,
+    sum_rows,
     times_scale,
 )
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch, start_next, wait_for_inputs
@@ -35,7 +38,7 @@ VARYING = ["num_rows", "num_requests", "row_tiles", "splits", "table_stride", "t
 @triton.jit(do_not_specialize=[*VARYING, "num_blocks"])
 def _attention_kernel(
     out,  # [T, Hq, Hv]
-    partial,  # [T, Hq, S, Hv] float32, then maxima and sums [2, T, Hq, S]; SPLIT only
+    partial,  # [N, Hq, S, Hv] float32, then maxima and sums [2, N, Hq, S]; SPLIT only (`sum_rows`)
     query,  # [T, Hq, H], rows query_stride apart
     cache,  # [rows, 2, Hkv, H]; latent: [rows, 1, H]
     kv_scales,  # [2, Hkv] float32, of an e4m3 cache
@@ -43,7 +46,7 @@ def _attention_kernel(
     seq_lens,  # [B]
     starts,  # [B+1]; not read with ONE_ROW
     sees_until,  # [T]; read with MASK "until" alone
-    num_rows,
+    num_rows,  # T
     num_requests,
     row_tiles,  # of a request; unless BLOCK_B
     splits,  # S
@@ -61,6 +64,7 @@ def _attention_kernel(
     MASK: tl.constexpr,  # "causal", "block" or "causal_block"; "until": causal, and sees_until
     BLOCK_SIZE: tl.constexpr,
     ONE_ROW: tl.constexpr,
+    ONLY: tl.constexpr,  # the requests attended: "all", or see `own_rows`
     SPLIT: tl.constexpr,  # S > 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,6 +89,9 @@ def _attention_kernel(
             begin, limit = find_keys(
                 length, rows, tile, split, splits, GROUP, WINDOW, SPLIT, BLOCK_M, BLOCK_N, MASK
             )
+            if ONLY == "few":  # many programs have no rows
+                rows = own_rows(rows, request, num_requests, ONLY)
+                limit = tl.where(tile * BLOCK_M // GROUP < rows, limit, begin)
             prefetch_keys(
                 keys, values, table, begin, limit, table_width, num_blocks,
                 BLOCK_SIZE, TOKEN, HEAD_DIM, LATENT, 2 * BLOCK_N,
@@ -99,7 +106,7 @@ def _attention_kernel(
         stop, last = start + rows, tl.program_id(0) == (num_requests - 1) * row_tiles
         until = tl.where(last, num_rows, stop)
         clear_queries(out, stop, until, kv_head, NUM_HEADS, GROUP, VALUE_DIM, BLOCK_M, BLOCK_V)
-    if tile * BLOCK_M // GROUP >= rows:
+    if tile * BLOCK_M // GROUP >= own_rows(rows, request, num_requests, ONLY):
         return
     f = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = f // GROUP, kv_head * GROUP + f % GROUP
@@ -138,20 +145,34 @@ def _attention_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
     acc = times_scale(acc, kv_scales, NUM_KV_HEADS + kv_head)
-    d = tl.arange(0, BLOCK_V)
-    mask = inside[:, None] & (d < VALUE_DIM)[None, :]
-    at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     if SPLIT:
-        at_split = at_out * splits + split
-        tl.store(partial + at_split[:, None] * VALUE_DIM + d[None, :], acc, mask=mask)
-        size = num_rows.to(tl.int64) * NUM_HEADS * splits
-        stats = partial + size * VALUE_DIM
-        tl.store(stats + at_split, top, mask=inside)
-        tl.store(stats + size + at_split, total, mask=inside)
+        first, parts = sum_rows(start, num_rows, request, num_requests, ONLY)
+        at_split = ((first + row).to(tl.int64) * NUM_HEADS + head) * splits + split
+        size = parts.to(tl.int64) * NUM_HEADS * splits
+        _store_sums(partial, at_split, size, acc, top, total, inside, VALUE_DIM, BLOCK_V)
     else:
         acc /= tl.where(total > 0, total, 1.0)[:, None]
-        result = acc.to(out.dtype.element_ty)
-        tl.store(out + at_out[:, None] * VALUE_DIM + d[None, :], result, mask=mask)
+        at_out = (start + row).to(tl.int64) * NUM_HEADS + head
+        _store_rows(out, at_out, acc, inside, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit
+def _store_rows(to, at, acc, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the first WIDTH columns of rows acc [N, BLOCK], each as row `at` of `to`."""
+    d = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (d < WIDTH)[None, :]
+    tl.store(to + at[:, None] * WIDTH + d[None, :], acc.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_sums(
+    partial, at, size, acc, top, total, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Stores the sums of a split, their maxima and weights' sums, `size` of each in all."""
+    _store_rows(partial, at, acc, inside, WIDTH, BLOCK)
+    stats = partial + size * WIDTH
+    tl.store(stats + at, top, mask=inside)
+    tl.store(stats + size + at, total, mask=inside)
 
 
 def paged_attention_kernel(
@@ -163,23 +184,70 @@ def paged_attention_kernel(
     A row of the query is contiguous; T may exceed the plan's number of rows.
     """
     plan.check(query, cache)
-    shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
-    group, value_dim = shape.num_heads // shape.num_kv_heads, shape.latent_dim or shape.head_dim
-    rest = shape.head_dim - value_dim
+    shape, num_rows = plan.shape, query.shape[0]
+    value_dim = shape.latent_dim or shape.head_dim
     out = query.new_empty(num_rows, shape.num_heads * value_dim)
     if num_rows == 0:
         return out
-    cut = cuts.paged_tiling(shape, plan.max_rows, num_requests, query.dtype)
+    cut, row_tiles = cuts.paged_tiling(shape, plan.max_rows, plan.num_requests, query.dtype), 0
     if plan.max_rows <= cuts.MOST_SPLIT_ROWS:
-        block_b, row_tiles = 0, triton.cdiv(plan.max_rows * group, cut.block_m)
-        tiles = num_requests * row_tiles
-    else:
-        block_b, row_tiles = max(64, triton.next_power_of_2(num_requests + 1)), 0
-        tiles = num_rows * group // cut.block_m + num_requests + 1
+        row_tiles = triton.cdiv(cuts.queries_of(shape, plan.max_rows), cut.block_m)
     partial = out
     if cut.splits > 1:
-        size = num_rows * shape.num_heads * cut.splits * (value_dim + 2)
-        partial = torch.empty(size, dtype=torch.float32, device=query.device)
+        partial = _space_for_sums(query, num_rows, shape, cut.splits)
+    apart = cuts.splits_of_few(plan, query.dtype) > 1
+    only = "many" if apart else "all"
+    _launch(out, partial, query, cache, kv_scales, plan, cut, row_tiles=row_tiles, only=only)
+    if cut.splits > 1:
+        block_d = min(128, triton.next_power_of_2(value_dim))
+        combine_splits(out, partial, plan, splits=cut.splits, block_d=block_d)
+    if apart:
+        attend_few_rows(out, query, cache, plan, kv_scales)
+    return out
+
+
+def attend_few_rows(
+    out: Tensor, query: Tensor, cache: Tensor, plan: DevicePlan, kv_scales: Tensor | None = None
+) -> None:
+    """Computes the rows of out [T, Hq * H] of the requests with at most FEW_ROWS rows, whose keys
+    are divided; other rows are left alone."""
+    shape, cut = plan.shape, cuts.few_rows_tiling(plan, query.dtype)
+    assert cut.splits > 1
+    partial = _space_for_sums(query, plan.num_requests * cuts.FEW_ROWS, shape, cut.splits)
+    row_tiles = triton.cdiv(cuts.queries_of(shape, cuts.FEW_ROWS), cut.block_m)
+    _launch(out, partial, query, cache, kv_scales, plan, cut, row_tiles=row_tiles, only="few")
+    block_d = min(128, triton.next_power_of_2(shape.head_dim))
+    combine_splits(out, partial, plan, splits=cut.splits, block_d=block_d, few_rows=cuts.FEW_ROWS)
+
+
+def _space_for_sums(query: Tensor, num_rows: int, shape: GroupShape, splits: int) -> Tensor:
+    """Memory for the sums of so many rows."""
+    size = num_rows * shape.num_heads * splits * ((shape.latent_dim or shape.head_dim) + 2)
+    return torch.empty(size, dtype=torch.float32, device=query.device)
+
+
+def _launch(
+    out: Tensor,
+    partial: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    kv_scales: Tensor | None,
+    plan: DevicePlan,
+    cut: cuts.Tiling,
+    *,
+    row_tiles: int,
+    only: str,
+) -> None:
+    """Launches the kernel for `only` some requests; row_tiles: tiles of each, 0: they are looked
+    up."""
+    shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
+    group, value_dim = shape.num_heads // shape.num_kv_heads, shape.latent_dim or shape.head_dim
+    rest = shape.head_dim - value_dim
+    if row_tiles:
+        block_b, tiles = 0, num_requests * row_tiles
+    else:
+        block_b = max(64, triton.next_power_of_2(num_requests + 1))
+        tiles = num_rows * group // cut.block_m + num_requests + 1
     _attention_kernel[(tiles, shape.num_kv_heads, cut.splits)](
         out,
         partial,
@@ -208,6 +276,7 @@ def paged_attention_kernel(
         MASK=shape.mask if plan.sees_until is None else "until",
         BLOCK_SIZE=shape.block_size,
         ONE_ROW=plan.query_start_loc is None,
+        ONLY=only,
         SPLIT=cut.splits > 1,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
@@ -219,7 +288,3 @@ def paged_attention_kernel(
         num_stages=cut.num_stages,
         **dependent_launch(query),
     )
-    if cut.splits > 1:
-        block_d = min(128, triton.next_power_of_2(value_dim))
-        combine_splits(out, partial, plan, splits=cut.splits, block_s=cut.splits, block_d=block_d)
-    return out

@@ -182,6 +182,7 @@ class DevicePlan:
     max_rows: int  # rows of the request with the most
     sees_until: Tensor | None = None  # [T] last position a row sees, if beyond its own; None: never
     num_busy: int = 0  # requests that are likely to have keys, for which work is cut; 0: all
+    min_rows: int = 0  # rows of the request with the fewest; results do not depend on it
 
     @property
     def starts(self) -> Tensor:
@@ -260,6 +261,7 @@ def device_plan(
         num_busy += segment.num_busy or segment.num_requests
         num_rows += segment.num_requests * segment.rows_per_request
         max_rows = max(max_rows, segment.rows_per_request)
+    min_rows = min((segment.rows_per_request for segment in segments), default=0)
     if query_start_loc is None and max_rows != 1:
         raise ValueError(
             f"query_start_loc is None with {max_rows} rows a request: only segments of one row a "
@@ -267,7 +269,7 @@ def device_plan(
         )
     return DevicePlan(
         *(shape, query_start_loc, seq_lens, block_table, num_rows, num_requests, max_rows),
-        *(sees_until, num_busy),
+        *(sees_until, num_busy, min_rows),
     )
 
 

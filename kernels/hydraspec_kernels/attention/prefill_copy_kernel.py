@@ -30,9 +30,11 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 def _find_tile(
     starts, seq_lens, num_rows, num_requests, units, tiles, at,
     FEW: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr,
+    SKIPPED_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Request and first query of the tile with the number `at`; the request's first row, number of
-    rows, and length. Request B stands for the rows after the last one.
+    rows, and length. Request B stands for the rows after the last one. Requests with at most
+    SKIPPED_ROWS rows, which another launch attends, count as without rows.
 
     A program takes its next tile before it knows how long the present one is, so empty tiles among
     the others leave some programs two while others end. With few rows (FEW) each request has
@@ -54,7 +56,10 @@ def _find_tile(
     length = gl.load(seq_lens + request, mask=exists, other=0).to(gl.int32)
     start = gl.load(starts + request).to(gl.int32)
     stop = gl.load(starts + request + 1, mask=exists, other=0).to(gl.int32)
-    return request, query, start, gl.where(exists, stop, num_rows) - start, length
+    rows = gl.where(exists, stop, num_rows) - start
+    if SKIPPED_ROWS > 0:
+        rows = gl.where(exists & (rows <= SKIPPED_ROWS), 0, rows)
+    return request, query, start, rows, length
 
 
 @gluon.jit
@@ -148,6 +153,7 @@ def copy_tiles(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr, FEW: gl.constexpr,
+    SKIPPED_ROWS: gl.constexpr,
 ):  # fmt: skip
     """The program of the copying warp, which takes tiles dynamically, so that programs end at about
     the same time.
@@ -167,7 +173,7 @@ def copy_tiles(
         kv_head, split = index % KV_HEADS, index // KV_HEADS % splits
         request, q_at, start, rows, length = _find_tile(
             starts, seq_lens, num_rows, num_requests, units, tiles, index // each,
-            FEW, GROUP, M, BLOCK_B,
+            FEW, GROUP, M, BLOCK_B, SKIPPED_ROWS,
         )  # fmt: skip
         first, limit = 0, 0
         if q_at // GROUP < rows:

@@ -3,8 +3,9 @@
 A program takes tiles one after another, of M queries of one KV head of one request, counted as in
 `tiles_kernel`. With heads up to 256 wide each group of warps has 64 queries; with wider heads both
 have the same 64, and half of the values each. Where requests have few rows, the keys of a tile are
-divided among S splits, whose sums are added up by a second kernel. Gluon has no interpreter: only
-tests on the device run this.
+divided among S splits, whose sums are added up by a second kernel. Where only some have few,
+another launch may attend them (`splits_of_few`). Gluon has no interpreter: only tests on the device
+run this.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hydraspec_kernels.attention import tiling
 from hydraspec_kernels.attention.counters import zero_counters
+from hydraspec_kernels.attention.paged_kernel import attend_few_rows
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.prefill_copy_kernel import (
     CHUNK,
@@ -238,6 +241,7 @@ def _prefill_kernel(
     BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, BLOCK_B: gl.constexpr,
     FEW: gl.constexpr,  # rows of every request
+    SKIPPED_ROWS: gl.constexpr,  # requests with at most so many are left to another launch
     SPLIT: gl.constexpr,  # S > 1
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -291,7 +295,7 @@ def _prefill_kernel(
                 (
                     query, cache, block_table, table_stride, seq_lens, starts, counters, work,
                     queries, keys, sizes, KV_HEADS, GROUP, DIM, WINDOW, BLOCK_SIZE, PAGE, M, N,
-                    WIDTH, SLOTS, BLOCK_B, FEW,
+                    WIDTH, SLOTS, BLOCK_B, FEW, SKIPPED_ROWS,
                 ),
             ),
         ],
@@ -314,7 +318,7 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
     q_tile, page = [WGMMA_ROWS // group, group, CHUNK.value], [cut.page, CHUNK.value]
     q_layout = gl.NVMMASharedLayout.get_default_for(q_tile, element)
     layout = gl.NVMMASharedLayout.get_default_for(page, element)
-    tiles = tiles_of_few(shape, plan.max_rows)
+    tiles, apart = tiles_of_few(shape, plan.max_rows), tiling.splits_of_few(plan, query.dtype) > 1
     splits = prefill_splits(
         shape,
         plan.max_rows,
@@ -351,13 +355,14 @@ def prefill_attention_kernel(query: Tensor, cache: Tensor, plan: DevicePlan) -> 
         SLOTS=cut.slots,
         BLOCK_B=64 if tiles else max(64, triton.next_power_of_2(num_requests + 1)),
         FEW=tiles > 0,
+        SKIPPED_ROWS=tiling.FEW_ROWS if apart else 0,
         SPLIT=splits > 1,
         **LAUNCH,
         **dependent_launch(query),
     )
+    if apart:
+        attend_few_rows(out, query, cache, plan)
     if splits > 1:
-        block_s, block_d = max(8, splits), 256 if splits <= 8 else 128
-        combine_splits(
-            out, partial, plan, splits=splits, block_s=block_s, block_d=block_d, sparse=True
-        )
+        block_d = 256 if splits <= 8 else 128
+        combine_splits(out, partial, plan, splits=splits, block_d=block_d, sparse=True)
     return out

@@ -32,20 +32,22 @@ ADDED_SPLITS = tl.constexpr(4)
 ADDED_MANY = tl.constexpr(16)  # of more than 16 splits
 ADDED = tl.constexpr(512)
 ADDED_APART = tl.constexpr(128)
+LEAST_SPARSE = 8  # one kernel for up to so many splits, where some have no sums
 NUMBERS_OF_WARP = 2048  # that a program of one warp adds up: it ends sooner than one of four
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "splits"])
 def _combine_kernel(
     out,  # [T, Hq, Hv]
-    partial,  # [T, Hq, S, Hv] float32 sums, then maxima and weights' sums [2, T, Hq, S]
+    partial,  # [N, Hq, S, Hv] float32 sums, then maxima and weights' sums [2, N, Hq, S]
     starts,  # [B+1]; not read with ONE_ROW
-    num_rows,
+    num_rows,  # N: T, or B * FEW_ROWS
     num_requests,
     splits,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ONE_ROW: tl.constexpr,
+    FEW_ROWS: tl.constexpr,  # of requests that have sums, the others' are left alone; 0: all have
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPARSE: tl.constexpr,  # splits without keys have no sums
@@ -53,10 +55,17 @@ def _combine_kernel(
 ):
     start_next(PDL)
     wait_for_inputs(PDL)
-    used = num_rows
-    if not ONE_ROW:  # rows after the last request have no splits
-        used = tl.load(starts + num_requests)
     at = tl.program_id(0).to(tl.int64)  # row * Hq + head
+    at_out, used = at, num_rows
+    if FEW_ROWS > 0:
+        request, row = at // NUM_HEADS // FEW_ROWS, at // NUM_HEADS % FEW_ROWS
+        start = tl.load(starts + request).to(tl.int64)
+        rows = tl.load(starts + request + 1) - start
+        if (row >= rows) | (rows > FEW_ROWS):
+            return
+        at_out = (start + row) * NUM_HEADS + at % NUM_HEADS
+    elif not ONE_ROW:  # rows after the last request have no splits
+        used = tl.load(starts + num_requests)
     s = tl.arange(0, BLOCK_S)
     split, exists = at * splits + s, s < splits
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -72,7 +81,7 @@ def _combine_kernel(
     whole = tl.sum(total * weight, 0)
     result = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     result = tl.where(at // NUM_HEADS < used, result, 0.0)
-    tl.store(out + at * VALUE_DIM + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
+    tl.store(out + at_out * VALUE_DIM + d, result.to(out.dtype.element_ty), mask=d < VALUE_DIM)
 
 
 def combine_splits(
@@ -81,16 +90,20 @@ def combine_splits(
     plan: DevicePlan,
     *,
     splits: int,
-    block_s: int,
     block_d: int,
     sparse: bool = False,
+    few_rows: int = 0,
 ) -> None:
     """Computes out [T, Hq * Hv] from sums that the paged, prefill or latent kernel left in
-    `partial`; sparse: splits without keys left none.
+    `partial`, a power of two of them; sparse: splits without keys left none. few_rows: only
+    requests with at most so many rows have sums, those of row r of request b at b * few_rows + r;
+    other results are left alone. One kernel then adds up any number of splits, which follows from
+    the number of requests, so that loading can compile it.
 
-    A program adds up block_s splits of block_d columns: as many loads as registers hold.
+    A program adds up all splits of block_d columns: as many loads as registers hold.
     """
-    shape, num_rows = plan.shape, out.shape[0]
+    shape, num_rows = plan.shape, plan.num_requests * few_rows or out.shape[0]
+    block_s = MAX_SPLITS if few_rows else max(splits, LEAST_SPARSE) if sparse else splits
     value_dim = shape.latent_dim or shape.head_dim
     _combine_kernel[(num_rows * shape.num_heads, triton.cdiv(value_dim, block_d))](
         out,
@@ -102,6 +115,7 @@ def combine_splits(
         NUM_HEADS=shape.num_heads,
         VALUE_DIM=value_dim,
         ONE_ROW=plan.query_start_loc is None,
+        FEW_ROWS=few_rows,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         SPARSE=sparse,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hydraspec_kernels.attention import tiling
 from hydraspec_kernels.runtime.launch_kernel import prefetch_l2_where
 
 # Initial maximum of a query's scores. Finite, so that no difference of two maxima is NaN.
 NO_KEY = tl.constexpr(-1.0e38)
+FEW_ROWS = tl.constexpr(tiling.FEW_ROWS)
 
 
 @triton.jit
@@ -65,6 +67,28 @@ def find_rows(
         stop = tl.load(starts + request + 1, mask=exists, other=0, cache_modifier=CACHE)
         rows = tl.where(exists, stop.to(tl.int32), num_rows) - start
     return start, rows, length
+
+
+@triton.jit
+def own_rows(rows, request, num_requests, ONLY: tl.constexpr):
+    """The number of rows of a request; 0 if another launch attends it. ONLY: "few", requests with
+    at most FEW_ROWS rows; "many", the others, and the rows after the last request; "all"."""
+    if ONLY == "few":
+        return tl.where(rows <= FEW_ROWS, rows, 0)
+    elif ONLY == "many":
+        return tl.where((rows <= FEW_ROWS) & (request < num_requests), 0, rows)
+    else:
+        return rows
+
+
+@triton.jit
+def sum_rows(start, num_rows, request, num_requests, ONLY: tl.constexpr):
+    """The first of a request's rows among those that splits store sums of, and their number: the
+    rows of the step, or with ONLY "few" FEW_ROWS of each request."""
+    if ONLY == "few":
+        return request * FEW_ROWS, num_requests * FEW_ROWS
+    else:
+        return start, num_rows
 
 
 @triton.jit

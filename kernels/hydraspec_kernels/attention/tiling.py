@@ -26,6 +26,15 @@ MAX_LONG_SPLITS, SHARES_OF_LONG = 64, 4
 MOST_SHARED_SPLITS = 8  # up to this many, programs of the paged kernel may share a multiprocessor
 MOST_SPLIT_ROWS = 16  # of a request; with more rows there are enough programs without splits
 
+# Requests with few rows beside requests with many, which a second launch attends with splits.
+FEW_ROWS = 16
+FEW_TILE_ROWS = 4  # that a tile holds: a request that decodes has one, with drafts few more
+# Least number of keys that the block table has room for, and of splits, for which that is worth a
+# second launch and adding up.
+LONG_KEYS, LEAST_FEW_SPLITS = 8192, 4
+MOST_FEW_SUMS = 24 << 20  # float32 numbers of all splits
+MOST_FEW_REQUESTS = 63  # with more, kernels would look requests up in another way
+
 # Fused decode.
 # Rows of a request. A pass with more writes all its keys before it reads any, so that requests may
 # read each other's keys; the engine's scheduler relies on this.
@@ -39,8 +48,9 @@ NARROW_PREFETCHED = 16 << 10  # `prefetched` of such heads and more than 16 quer
 # Results of a tile, and splits, that one program adds up; more are worth a second kernel.
 MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
 # Programs that share a multiprocessor → the part of the memory bandwidth they reach.
-REACHED = {1: 0.8, 3: 0.93, 4: 0.93}
+REACHED = {1: 0.8, 2: 0.85, 3: 0.93, 4: 0.93}
 SMALL_QUERIES, SMALL_WIDTH = 16, 256  # up to these sizes three programs can share one
+MOST_HALF_NUMBERS = 32 * 256  # of a tile of queries, up to which two programs can
 TRANSPOSED_QUERIES = 8  # up to this many queries, as columns, four programs can share one
 
 # Prefill and latent attention, on Hopper's tensor cores.
@@ -92,20 +102,48 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
             return exact
         return Tiling(64, 32, 8, 3) if width > 256 else Tiling(128, 64, 8, 3)
     block_m = max(16, min(64, next_power_of_2(queries)))
+    can_share = False  # a multiprocessor, with another program
     if dtype is torch.float32:
         cut = exact
     elif width <= 128:
         fit = (m for m in (16, 32) if heads * queries <= m * FULL_DEVICE)  # one program each
         block_m = min(block_m, next(fit, block_m))
         cut = Tiling(block_m, 128, 4, 2) if block_m < 64 else Tiling(block_m, 64, 4, 3)
+        can_share = block_m == 16
     else:
         cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
     programs = heads * -(-queries // cut.block_m)
     splits = _splits(programs, MAX_SPLITS)
-    can_share = cut is not exact and width <= 128 and cut.block_m == 16  # a multiprocessor
     if can_share and programs <= FULL_DEVICE:
         splits = max(splits, min(2 * splits, MOST_SHARED_SPLITS))
     return replace(cut, splits=splits)
+
+
+def few_rows_tiling(plan: DevicePlan, dtype: torch.dtype) -> Tiling:
+    """The paged kernel's tiling for the requests of a plan that have at most FEW_ROWS rows.
+
+    A captured step has room for many requests of which few decode, so that their number says
+    nothing of the work: the keys of each are divided as if it were alone, while the sums fit.
+    """
+    shape = plan.shape
+    sums = plan.num_requests * FEW_ROWS * shape.num_heads * (shape.head_dim + 2)
+    splits = max(1, min(MAX_SPLITS, MOST_FEW_SUMS // sums))
+    cut = paged_tiling(shape, FEW_TILE_ROWS, 1, dtype)
+    return replace(cut, splits=1 << (splits.bit_length() - 1))
+
+
+def splits_of_few(plan: DevicePlan, dtype: torch.dtype) -> int:
+    """Number of splits of the keys of requests with at most FEW_ROWS rows, which are then attended
+    apart from those with more; 1: all are attended alike."""
+    shape = plan.shape
+    if not plan.min_rows <= FEW_ROWS < plan.max_rows or plan.num_requests > MOST_FEW_REQUESTS:
+        return 1
+    if shape.window is not None or shape.latent_dim is not None or shape.mask != "causal":
+        return 1
+    if plan.block_table.shape[1] * shape.block_size < LONG_KEYS:
+        return 1
+    splits = few_rows_tiling(plan, dtype).splits
+    return splits if splits >= LEAST_FEW_SPLITS else 1
 
 
 def queries_of(shape: GroupShape, max_rows: int) -> int:
@@ -136,7 +174,7 @@ def fits_decode(plan: DevicePlan) -> bool:
     if plan.sees_until is not None or not supports_decode(shape, plan.max_rows):
         return False
     programs = _decode_programs(shape, plan.max_rows, plan.num_requests)
-    return programs <= 2 * FULL_DEVICE or _is_small(shape, plan.max_rows)
+    return programs <= 2 * FULL_DEVICE or _is_half(shape, plan.max_rows)
 
 
 def fits_rounding(shape: GroupShape, num_rows: int, rounding: Rounding) -> bool:
@@ -199,22 +237,27 @@ def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int
     return num_requests * shape.num_kv_heads * tiles
 
 
-def _is_small(shape: GroupShape, max_rows: int) -> bool:
-    """Returns whether several programs can share a multiprocessor."""
-    return shape.head_dim <= SMALL_WIDTH and queries_of(shape, max_rows) <= SMALL_QUERIES
+def _is_half(shape: GroupShape, max_rows: int) -> bool:
+    """Returns whether two programs can share a multiprocessor."""
+    width = next_power_of_2(shape.head_dim)
+    return width <= SMALL_WIDTH and block_queries(shape, max_rows) * width <= MOST_HALF_NUMBERS
 
 
 def _programs_per_sm(shape: GroupShape, max_rows: int, programs: int) -> int:
     """The number of programs per multiprocessor that leaves the fewest idle in the last wave."""
-    if programs <= FULL_DEVICE or not _is_small(shape, max_rows):
+    queries = queries_of(shape, max_rows)
+    if programs <= FULL_DEVICE or not _is_half(shape, max_rows):
         return 1
+    if queries > SMALL_QUERIES:  # narrow heads have tilings that share one anyway
+        can_share = (1, 2) if shape.head_dim > 128 else (1,)
+    else:
+        can_share = (1, 3, 4) if queries <= TRANSPOSED_QUERIES else (1, 3)
 
     def reached(per_sm: int) -> float:
         places = per_sm * FULL_DEVICE
         return REACHED[per_sm] * programs / (-(-programs // places) * places)
 
-    most = 4 if queries_of(shape, max_rows) <= TRANSPOSED_QUERIES else 3
-    return max((n for n in REACHED if n <= most), key=reached)
+    return max(can_share, key=reached)
 
 
 def decode_tiling(
@@ -257,7 +300,7 @@ def decode_tiling(
         cut = DecodeTiling(block_m, 64, 4, 3, prefetched=NARROW_PREFETCHED)
     elif block_m > 32:
         cut = DecodeTiling(block_m, 32, 8, 3)
-    elif width == 256 and programs > 2 * FULL_DEVICE:
+    elif per_sm == 2 or (width == 256 and block_m == 16 and programs > 2 * FULL_DEVICE):
         cut = DecodeTiling(block_m, 64, 4, 2)
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydraspec_kernels.activation.softcap_kernel import soft_capped
 from hydraspec_kernels.linear.plan import GATED, SpecializedTiling, Tiling
 from hydraspec_kernels.runtime.launch_kernel import (
     dependent_launch,
@@ -84,7 +85,7 @@ def _finish(
         at = factor + m.to(tl.int64)[None, :] * stride_fm + n[:, None]
         v = _gelu_tanh(v) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if END == "softcap":
-        v = softcap * (2 * _logistic(2 * v / softcap) - 1)
+        v = soft_capped(v, softcap)
     to = (tl.program_id(1).to(tl.int64) * M + m)[None, :] * N + n[:, None]
     tl.store(out + to, v.to(out.dtype.element_ty), mask=inside)
 

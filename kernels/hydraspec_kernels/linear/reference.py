@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydraspec_kernels.activation import Activation, gated_activation
+from hydraspec_kernels.activation import Activation, gated_activation, soft_cap_
 
 __all__ = [
     "gated_linear_reference",
@@ -23,7 +23,7 @@ def linear_reference(
 ) -> Tensor:
     """Linear map y = x [T, K] @ weight [K, N] + bias [N]; then softcap * tanh(y / softcap)."""
     y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-    return y if softcap is None else y.div_(softcap).tanh_().mul_(softcap)
+    return y if softcap is None else soft_cap_(y, softcap)
 
 
 def linear_partials_reference(x: Tensor, weight: Tensor) -> Tensor:

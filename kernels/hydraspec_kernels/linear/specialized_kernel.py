@@ -142,8 +142,8 @@ def _finish(
         y = gelu_tanh(y) * up
     elif END == "silu":
         y = y * logistic(y) * up
-    elif END == "softcap":
-        y = softcap * (2 * logistic(2 * y / softcap) - 1)
+    elif END == "softcap":  # as `soft_capped`, which Triton's own kernels call
+        y = softcap * (2.0 / (1.0 + gl.exp(y * (-2.0 / softcap))) - 1.0)
     _store_sums(out, y, n0, m0, M, N, R, BM)
 
 

@@ -89,6 +89,18 @@ def _nearest(v, MOST: tl.constexpr, STORED: tl.constexpr):
 
 
 @triton.jit
+def own_row_scale(top, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """The scale of a row in half precision whose largest magnitude is top."""
+    return tl.maximum(_own_scale(top, MOST), LEAST)
+
+
+@triton.jit
+def rounded_by(v, scale, MOST: tl.constexpr):
+    """e4m3 numbers of v / scale, to be stored as such; see `_own_quotients`."""
+    return _nearest(_own_quotients(v, scale), MOST, True)
+
+
+@triton.jit
 def rounded_row(
     v, GROUP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -98,10 +110,10 @@ def rounded_row(
     groups = tl.reshape(v, (WIDTH // GROUP, GROUP))
     top = tl.max(tl.abs(groups), 1)
     if GROUP == WIDTH:
-        scale = tl.maximum(_own_scale(top, MOST), LEAST)
+        scale = own_row_scale(top, LEAST, MOST)
     else:
         scale = _own_scale(tl.maximum(top, LEAST), MOST)
-    numbers = _nearest(_own_quotients(groups, scale[:, None]), MOST, True)
+    numbers = rounded_by(groups, scale[:, None], MOST)
     return tl.reshape(numbers, (WIDTH,)), scale
 
 

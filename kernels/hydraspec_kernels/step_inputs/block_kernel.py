@@ -12,7 +12,7 @@ from hydraspec_kernels.runtime.launch_kernel import (
     start_next,
     wait_for_inputs,
 )
-from hydraspec_kernels.step_inputs.kernel import BLOCK, _store_cache_rows
+from hydraspec_kernels.step_inputs.kernel import BLOCK, store_cache_rows
 from hydraspec_kernels.step_inputs.records import BlockRows, GroupTables, new_cache_rows
 
 
@@ -53,7 +53,7 @@ def _block_rows(
     ends = tl.where(own_length > 0, own_length + block_rows, 0)
     tl.store(out_seq_lens_ptr + row, ends, mask=is_request)
     tl.store(query_start_loc_ptr + row, row * block_rows, mask=row <= num_requests)
-    _store_cache_rows(
+    store_cache_rows(
         cache_rows_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
         BLOCK_SIZES,
     )  # fmt: skip

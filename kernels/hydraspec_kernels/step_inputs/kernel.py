@@ -41,7 +41,7 @@ def _cache_row(table_ptr, table_width, request, position, is_real, BLOCK_SIZE: t
 
 
 @triton.jit
-def _store_cache_rows(
+def store_cache_rows(
     cache_rows_ptr,  # G times [T]
     tables,  # G times [B, P]
     table_widths,
@@ -115,7 +115,7 @@ def _prepare_rows(
     tl.store(ids_ptr + row, tl.maximum(token, 0), mask=is_row)
     tl.store(positions_ptr + row, position, mask=is_row)
     tl.store(seq_lens_ptr + row, tl.where(rows_of > 0, end, 0), mask=is_request)
-    _store_cache_rows(
+    store_cache_rows(
         cache_rows_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
         BLOCK_SIZES,
     )  # fmt: skip
@@ -261,7 +261,7 @@ def _decode_rows(
     position = tl.where(is_real, position, 0)
     tl.store(out_positions_ptr + request, position, mask=is_request)
     tl.store(out_seq_lens_ptr + request, tl.where(is_real, position + 1, 0), mask=is_request)
-    _store_cache_rows(
+    store_cache_rows(
         cache_rows_ptr, tables, table_widths, request, position, is_real, request, is_request,
         num_requests, BLOCK_SIZES,
     )  # fmt: skip
@@ -337,7 +337,7 @@ def _parallel_rows(
     source = first + tl.maximum(tl.minimum(offset, rows_of - 1), 0)
     tl.store(source_ptr + row, tl.where(is_real, source, 0), mask=is_row)
     tl.store(is_valid_ptr + row, is_valid.to(tl.int8), mask=is_row)
-    _store_cache_rows(
+    store_cache_rows(
         cache_rows_ptr, tables, table_widths, request, position, is_real, row, is_row, num_rows,
         BLOCK_SIZES,
     )  # fmt: skip
