@@ -96,7 +96,8 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tiling, "FULL_DEVICE", 8 if request.param == "few splits" else 1)
     monkeypatch.setattr(tiling, "LEAST_SHARE", 1)
     most = 1e3 if request.param == "transposed" else 1e-3
-    monkeypatch.setattr(tiling, "REACHED", {1: 0.5, 4: most})
+    reached = dict.fromkeys(tiling.REACHED, 1e-3) | {1: 0.5, 4: most}
+    monkeypatch.setattr(tiling, "REACHED", reached)
 
 
 @pytest.mark.parametrize(
