@@ -70,7 +70,8 @@ class Decode(Benchmark):
         )
 
     def columns(self, result: Json) -> list[Column]:
-        last = result["batches"][-1]
+        last, batches = result["batches"][-1], " / ".join(map(str, result["batches"]))
+        is_chosen = any(map(_drafts_used, result["parts"]))
         return [
             *(
                 Column(f"batch {batch}, ms", _of_batch(batch, "tpot_ms"), 2, 3)
@@ -80,6 +81,7 @@ class Decode(Benchmark):
                 f"prefill {last} x {result['prompt_tokens']}, s", _of_batch(last, "prefill_s"), 3, 3
             ),
             Column("tokens a draft", _of_batch(last, "acceptance_length"), 2),
+            *([Column(f"drafts, batch {batches}", _drafts_used, 1)] if is_chosen else []),
         ]
 
     def ratios(self, ours: Json, theirs: Json) -> Json:
@@ -99,6 +101,12 @@ def _of_batch(batch: int, key: str) -> Callable[[Json], list[float | None]]:
         return [rows[0][key] if rows else None]
 
     return of
+
+
+def _drafts_used(part: Json) -> list[float | None]:
+    """The mean number of drafts by batch size, where it was chosen for each step."""
+    used = [row.get("num_speculative_tokens_used") for row in part.get("rows", ())]
+    return [found and found["mean"] for found in used] if any(used) else []
 
 
 def _time_batch(config: RunConfig, engine: Engine, batch: int) -> Json:
@@ -126,6 +134,7 @@ def _time_batch(config: RunConfig, engine: Engine, batch: int) -> Json:
         "prefill_s": times.prefill_s,
         "output_tokens_per_second": times.output_tokens_per_second,
         "acceptance_length": whole.meter.acceptance_length().mean,
+        "num_speculative_tokens_used": whole.drafts_used(),
         "whole_s": times.whole_s,
         "one_token_s": times.one_token_s,
     }

@@ -14,6 +14,7 @@ from hydraspec import factory
 from hydraspec.bench.choices import BENCHMARKS
 from hydraspec.bench.passes import Passes, make_requests, random_prompts
 from hydraspec.config.benches import check_room
+from hydraspec.config.drafts import is_per_step
 from hydraspec.config.schema import RunConfig
 from hydraspec.engine.base import Engine
 from hydraspec.lab import environment
@@ -54,6 +55,7 @@ def measure(config: RunConfig) -> Json:
         gc.collect()
         gc.freeze()
         part = _part(engine, load_s=load_s, first_step_s=first_step_s)
+        part["chooses_drafts"] = is_per_step(config) and part["num_speculative_tokens"] > 0
         try:
             for row in benchmark.rows(config, engine):
                 part["rows"].append(row)
@@ -89,6 +91,7 @@ def _part(engine: Engine, *, load_s: float, first_step_s: float) -> Json:
         "engine": info.engine,
         "method": info.method,
         "num_speculative_tokens": info.num_speculative_tokens,
+        "chooses_drafts": False,
         "status": "ok",
         "load_s": load_s,
         "first_step_s": first_step_s,

@@ -12,6 +12,7 @@ from hydraspec.engine.base import Engine
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.meter import Meter
 from hydraspec.metrics.statistics import ratio
+from hydraspec.metrics.summary import DraftLengths
 from hydraspec.types import Completion, Request, StepRecord
 from hydraspec.workloads.reading import fixed_length_sampling
 
@@ -68,6 +69,11 @@ class Passes:
             else:
                 self.meter.add_completion(event)
 
+    def drafts_used(self) -> DraftLengths | None:
+        """The numbers of drafts that requests had in decode steps; None where K is fixed or only
+        completions are reported."""
+        return self.meter.steps.draft_lengths.used(self.meter.num_speculative_tokens)
+
     def figures(self) -> Json:
         """The figures of a row that every benchmark of whole passes has, after exactly one pass."""
         (seconds,), num_tokens = self.seconds, self.meter.num_output_tokens()
@@ -76,6 +82,7 @@ class Passes:
             "num_output_tokens": num_tokens,
             "tokens_per_second": ratio(num_tokens, seconds),
             "acceptance_length": self.meter.acceptance_length().mean,
+            "num_speculative_tokens_used": self.drafts_used(),
             "num_steps": self.meter.steps.num_steps or None,  # None: only completions are reported
         }
 

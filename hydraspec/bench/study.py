@@ -273,7 +273,8 @@ def cells_of(result: Json) -> Iterator[list[str]]:
 
 
 def _names(part: Json) -> tuple[str, str]:
-    drafts, method = part["num_speculative_tokens"], part["method"]
+    most, method = part["num_speculative_tokens"], part["method"]
+    drafts = f"auto (0 to {most})" if part.get("chooses_drafts") else most
     return f"{method} K={drafts}" if drafts else method, part["engine"]
 
 

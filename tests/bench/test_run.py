@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -222,21 +222,6 @@ def test_a_part_loads_once_and_measures_every_batch(build: list[FakeEngine]) -> 
         assert row["output_tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["tpot_ms"])
         # 3, 0, 2, 1 accepted in turn, until 9 tokens are out: 1 + 4 + 1 + 3
         assert row["acceptance_length"] == pytest.approx(1 + 5 / 3)
-
-
-@pytest.mark.parametrize("bench", ["decode", "load"])
-def test_an_engine_that_chooses_drafts_knows_their_costs_first(
-    build: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, bench: str
-) -> None:
-    told: list[tuple[int, int]] = []  # requests, and steps before
-
-    def prepare(engine: FakeEngine, requests: Sequence[Request]) -> None:
-        told.append((len(requests), engine.num_steps))
-
-    monkeypatch.setattr(FakeEngine, "prepare", prepare)
-    bench_measure.measure(planned("method.num_speculative_tokens=auto", bench=bench))
-    assert [count for count, _ in told] == [{"decode": 2, "load": 6}[bench]]
-    assert told[0][1] < build[0].num_steps
 
 
 def test_a_part_without_drafts_has_no_acceptance(build: list[FakeEngine]) -> None:
