@@ -70,8 +70,7 @@ class Decode(Benchmark):
         )
 
     def columns(self, result: Json) -> list[Column]:
-        last, batches = result["batches"][-1], " / ".join(map(str, result["batches"]))
-        is_chosen = any(map(_drafts_used, result["parts"]))
+        last = result["batches"][-1]
         return [
             *(
                 Column(f"batch {batch}, ms", _of_batch(batch, "tpot_ms"), 2, 3)
@@ -81,7 +80,7 @@ class Decode(Benchmark):
                 f"prefill {last} x {result['prompt_tokens']}, s", _of_batch(last, "prefill_s"), 3, 3
             ),
             Column("tokens a draft", _of_batch(last, "acceptance_length"), 2),
-            *([Column(f"drafts, batch {batches}", _drafts_used, 1)] if is_chosen else []),
+            Column("drafts chosen", _drafts_chosen, 1),
         ]
 
     def ratios(self, ours: Json, theirs: Json) -> Json:
@@ -103,8 +102,8 @@ def _of_batch(batch: int, key: str) -> Callable[[Json], list[float | None]]:
     return of
 
 
-def _drafts_used(part: Json) -> list[float | None]:
-    """The mean number of drafts by batch size, where it was chosen for each step."""
+def _drafts_chosen(part: Json) -> list[float | None]:
+    """The mean number of drafts by batch size; empty where K is fixed."""
     used = [row.get("num_speculative_tokens_used") for row in part.get("rows", ())]
     return [found and found["mean"] for found in used] if any(used) else []
 

@@ -230,8 +230,9 @@ def test_compiled_batches(model: str, requests: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", [16, 32])
-@pytest.mark.parametrize("model", ["31B sliding", "128 wide"])
+@pytest.mark.parametrize(
+    ("model", "requests"), [("31B sliding", 16), ("31B sliding", 32), ("128 wide", 48)]
+)
 def test_compiled_with_two_programs_a_multiprocessor(model: str, requests: int) -> None:
     lens = tuple(600 + 7 * b for b in range(requests))
     base = replace(MODELS[model], lens=lens, dtype=torch.bfloat16, device="cuda", block_size=16)

@@ -90,6 +90,8 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
     # Small ones that do not leave room for three: in turn, with few warps each.
     is_many = rows <= 8 and requests * 16 > 2 * tiling.FULL_DEVICE
     assert (cut.num_warps == 4) is (at_once > 1 or head_dim == 512 or is_many)
+    if at_once == 2:
+        assert (cut.block_m, cut.block_n, cut.num_stages) == (32, 64, 2)
 
 
 @pytest.mark.parametrize(
