@@ -41,8 +41,10 @@ class BlockSpeculator(ParallelSpeculator):
         )
         most = head.config.most_drafts
         if method.most_drafts > most:
+            is_fixed = method.num_speculative_tokens == method.most_drafts
+            key = "num_speculative_tokens" if is_fixed else "max_speculative_tokens"
             raise ConfigurationError(
-                f"method.num_speculative_tokens={method.most_drafts} is above what a block of "
+                f"method.{key}={method.most_drafts} is above what a block of "
                 f"drafter {checkpoint!r} holds (block_size {head.config.block_size})\n"
                 f"  allowed: 1 to {most}\n  to do: lower it, or choose another drafter"
             )

@@ -71,6 +71,12 @@ CASES = {
     "values are raw keys": Case((2, 3), (40, 9), k_eq_v=True, value_norm=False),
     "no norms": Case((2, 3), (40, 9), head_norms=False, value_norm=False, scale=0.25),
     "a row a request needs no starts": Case((1, 1, 1), (30, 1, 0), starts=False, window=5),
+    "block": Case((4, 6, 1), (12, 70, 9), mask="block"),
+    "block, all of it new": Case((7,), (7,), mask="block"),
+    "block, several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1, mask="block"),
+    "block longer than its window": Case((9, 9), (12, 40), window=3, mask="block"),
+    "block beside padding": Case((4, 4, 4), (12, 0, 40), window=5, mask="block", tail=3),
+    "causal block": Case((4, 6), (12, 70), window=21, mask="causal_block"),
 }
 
 
@@ -81,6 +87,7 @@ SPLIT = (
     "rows differ",
     "window shorter than the rows, several tiles",
     "rows after the last and padding requests",
+    "block, several tiles",
 )
 
 

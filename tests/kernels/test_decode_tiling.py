@@ -20,6 +20,7 @@ def test_what_is_supported(rows: int, head_dim: int, group: int, supported: bool
         num_heads=group, num_kv_heads=1, head_dim=head_dim, block_size=16, window=None
     )
     assert tiling.supports_decode(shape, rows) is supported
+    assert tiling.supports_decode(replace(shape, mask="block"), rows) is supported
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,13 @@ from hydraspec_kernels.attention.qkv_kernel import (
     rotate_heads,
     write_new,
 )
-from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
-from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
+from hydraspec_kernels.attention.splits_kernel import add_splits, arrive, split_keys
+from hydraspec_kernels.attention.tiles_kernel import (
+    NO_KEY,
+    clear_queries,
+    find_rows,
+    prefetch_keys,
+)
 from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_groups
 from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.quantised.round_kernel import empty_rounded
@@ -41,13 +46,13 @@ def _prefetch_share(
     least_share, table_width, num_blocks,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
     ONE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PREFETCHED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MASK: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Brings the first keys and values of a split into the L2."""
     TOKEN: tl.constexpr = 2 * NUM_KV_HEADS * HEAD_DIM
     _, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
     begin, limit, share = split_keys(
-        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N, MASK
     )
     begin += split * share
     prefetch_keys(
@@ -104,6 +109,37 @@ def _store_result(
 
 
 @triton.jit
+def _add_others(
+    partial, sums, at_out, size_of_split, inside, mean_a, mean_b, size, split, used,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Halves of the means over all `used` splits of a tile, added up in the splits' order: those of
+    this program's split are in its registers, the others' in memory."""
+    i = tl.arange(0, BLOCK_H)[None, :]
+    top = tl.full([BLOCK_M], NO_KEY, tl.float32)
+    whole = tl.zeros([BLOCK_M], tl.float32)
+    sum_a = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    sum_b = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    for s in range(0, used):
+        at, is_read = s * size_of_split + at_out, inside & (s != split)
+        mask = is_read[:, None] & (i < HALF)
+        part = partial + at[:, None] * (2 * HALF) + i
+        size_s = tl.load(sums + at, mask=is_read, other=NO_KEY, cache_modifier=".cg")
+        a = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+        b = tl.load(part + HALF, mask=mask, other=0.0, cache_modifier=".cg")
+        size_s = tl.where(s == split, size, size_s)
+        a, b = tl.where(s == split, mean_a, a), tl.where(s == split, mean_b, b)
+        new_top = tl.maximum(top, size_s)
+        weight, fade = tl.exp2(size_s - new_top), tl.exp2(top - new_top)
+        whole = whole * fade + weight
+        sum_a = sum_a * fade[:, None] + a * weight[:, None]
+        sum_b = sum_b * fade[:, None] + b * weight[:, None]
+        top = new_top
+    inverse = (1.0 / whole)[:, None]
+    return sum_a * inverse, sum_b * inverse
+
+
+@triton.jit
 def _clear_rest(
     out, scales, first_row, stop_row, kv_head,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr,
@@ -155,6 +191,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # of a head
     WINDOW: tl.constexpr,  # 0: none
+    MASK: tl.constexpr,  # a RowMask
     BLOCK_SIZE: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -186,7 +223,7 @@ def _decode_kernel(
         _prefetch_share(
             keys, table, seq_lens, starts, request, tile, split, num_rows, num_requests,
             split_shift, least_share, table_width, num_blocks, GROUP, WINDOW, QUERIES, BLOCK_N,
-            ONE_ROW, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, PREFETCHED,
+            ONE_ROW, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, MASK, PREFETCHED,
         )  # fmt: skip
     q_weight_a, q_weight_b = norm_weights(q_weight, Q_NORM, QUERIES, HALF, BLOCK_H)
     k_weight_a, k_weight_b = norm_weights(k_weight, WRITES and K_NORM, 2 * BLOCK_NEW, HALF, BLOCK_H)
@@ -198,7 +235,7 @@ def _decode_kernel(
             2 * BLOCK_H, ROUNDED,
         )  # fmt: skip
     first, limit, share = split_keys(
-        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N, MASK
     )
     begin, all_keys = first + split * share, limit - first
     if (tile * QUERIES // GROUP >= rows) | ((split > 0) & (begin >= limit)):
@@ -221,9 +258,13 @@ def _decode_kernel(
     q_a, q_b = _repeat(q_a, QUERIES, BLOCK_M, BLOCK_H), _repeat(q_b, QUERIES, BLOCK_M, BLOCK_H)
     row, head = _query_heads(tile, kv_head, QUERIES, BLOCK_M, GROUP)
     inside = (row < rows) & (tl.arange(0, BLOCK_M) % (BLOCK_M // QUERIES) == 0)
+    position = length - rows + row
+    if MASK == "block":  # all see the last key
+        position = tl.zeros_like(position) + length
     mean_a, mean_b, size = attend_keys(
-        q_a, q_b, keys, kv_scales, kv_head, table, block, begin, limit, length - rows + row, scale,
-        NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TRANSPOSED, PRECISION,
+        q_a, q_b, keys, kv_scales, kv_head, table, block, begin, limit, position, scale,
+        NUM_KV_HEADS, HALF, WINDOW if MASK == "causal" else 0, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        BLOCK_H, TRANSPOSED, PRECISION,
     )  # fmt: skip
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     if share >= all_keys:  # the only split of this tile
@@ -240,9 +281,14 @@ def _decode_kernel(
     if ADDS:
         used = arrive(arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, share, all_keys)
         if used > 0:
-            add_up(
-                out, scales, partial, sums, start, rows, tile, kv_head, size_of_split, used,
-                NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H, ROUNDED, qkv.dtype.element_ty,
+            mean_a, mean_b = _add_others(
+                partial, sums, at_out, size_of_split, inside, mean_a, mean_b, size, split, used,
+                HALF, BLOCK_M, BLOCK_H,
+            )  # fmt: skip
+            _store_result(
+                out, scales, at_out, mean_a.to(qkv.dtype.element_ty),
+                mean_b.to(qkv.dtype.element_ty), inside,
+                NUM_HEADS, HALF, BLOCK_M, BLOCK_H, ROUNDED,
             )  # fmt: skip
 
 
@@ -326,6 +372,7 @@ def attend_projection_kernel(
         NUM_KV_HEADS=group.num_kv_heads,
         HALF=width // 2,
         WINDOW=group.window or 0,
+        MASK=group.mask,
         BLOCK_SIZE=group.block_size,
         Q_NORM=shape.q_weight is not None,
         K_NORM=shape.k_weight is not None,

@@ -189,11 +189,10 @@ def fits_rounding(shape: GroupShape, num_rows: int, rounding: Rounding) -> bool:
 
 
 def supports_decode(shape: GroupShape, max_rows: int) -> bool:
-    """Returns whether the fused kernel runs: few rows per request, separate keys and values, a
-    causal mask."""
+    """Returns whether the fused kernel runs: few rows per request, separate keys and values."""
     if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
         return False
-    return shape.mask == "causal" and _holds_queries(shape, max_rows)
+    return _holds_queries(shape, max_rows)
 
 
 def _holds_queries(shape: GroupShape, max_rows: int) -> bool:
