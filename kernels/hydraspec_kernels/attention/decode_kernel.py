@@ -26,14 +26,9 @@ from hydraspec_kernels.attention.qkv_kernel import (
     rotate_heads,
     write_new,
 )
-from hydraspec_kernels.attention.splits_kernel import add_splits, arrive, split_keys
-from hydraspec_kernels.attention.tiles_kernel import (
-    NO_KEY,
-    clear_queries,
-    find_rows,
-    prefetch_keys,
-)
-from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_groups
+from hydraspec_kernels.attention.results_kernel import clear_rest, store_result, store_split
+from hydraspec_kernels.attention.splits_kernel import add_splits, split_keys
+from hydraspec_kernels.attention.tiles_kernel import find_rows, prefetch_keys
 from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.quantised.round_kernel import empty_rounded
 from hydraspec_kernels.runtime.launch import shared_bytes
@@ -75,84 +70,6 @@ def _query_heads(tile, kv_head, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, GR
     """Row within the request, and head, of each query [BLOCK_M] of a tile."""
     f = tile * QUERIES + tl.arange(0, BLOCK_M) // (BLOCK_M // QUERIES)
     return f // GROUP, kv_head * GROUP + f % GROUP
-
-
-@triton.jit
-def _store_halves(
-    to, at, a, b, exists, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """Stores both halves of heads to the rows `at` [BLOCK_M] of `to`."""
-    i = tl.arange(0, BLOCK_H)[None, :]
-    mask = exists[:, None] & (i < HALF)
-    to += at.to(tl.int64)[:, None] * (2 * HALF) + i
-    tl.store(to, a.to(to.dtype.element_ty), mask=mask)
-    tl.store(to + HALF, b.to(to.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_result(
-    to, scales, at, a, b, exists, NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
-    """As `_store_halves`; ROUNDED: in e4m3, with the scales of so many numbers each."""
-    if ROUNDED:
-        at, mask = at.to(tl.int64)[:, None], exists[:, None]
-        to += at * (2 * HALF) + tl.arange(0, HALF)[None, :]
-        group = at % NUM_HEADS * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
-        scales += group * NEXT_GROUP + at // NUM_HEADS
-        for half in tl.static_range(2):
-            numbers, scale = rounded_groups(b if half else a, BLOCK_M, HALF, ROUNDED)
-            tl.store(to + half * HALF, numbers.to(to.dtype.element_ty), mask=mask)
-            tl.store(scales + half * (HALF // ROUNDED) * NEXT_GROUP, scale, mask=mask)
-    else:
-        _store_halves(to, at, a, b, exists, HALF, BLOCK_M, BLOCK_H)
-
-
-@triton.jit
-def _add_others(
-    partial, sums, at_out, size_of_split, inside, mean_a, mean_b, size, split, used,
-    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Halves of the means over all `used` splits of a tile, added up in the splits' order: those of
-    this program's split are in its registers, the others' in memory."""
-    i = tl.arange(0, BLOCK_H)[None, :]
-    top = tl.full([BLOCK_M], NO_KEY, tl.float32)
-    whole = tl.zeros([BLOCK_M], tl.float32)
-    sum_a = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    sum_b = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    for s in range(0, used):
-        at, is_read = s * size_of_split + at_out, inside & (s != split)
-        mask = is_read[:, None] & (i < HALF)
-        part = partial + at[:, None] * (2 * HALF) + i
-        size_s = tl.load(sums + at, mask=is_read, other=NO_KEY, cache_modifier=".cg")
-        a = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
-        b = tl.load(part + HALF, mask=mask, other=0.0, cache_modifier=".cg")
-        size_s = tl.where(s == split, size, size_s)
-        a, b = tl.where(s == split, mean_a, a), tl.where(s == split, mean_b, b)
-        new_top = tl.maximum(top, size_s)
-        weight, fade = tl.exp2(size_s - new_top), tl.exp2(top - new_top)
-        whole = whole * fade + weight
-        sum_a = sum_a * fade[:, None] + a * weight[:, None]
-        sum_b = sum_b * fade[:, None] + b * weight[:, None]
-        top = new_top
-    inverse = (1.0 / whole)[:, None]
-    return sum_a * inverse, sum_b * inverse
-
-
-@triton.jit
-def _clear_rest(
-    out, scales, first_row, stop_row, kv_head,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
-    """Stores zeros for the queries of one KV head in rows first_row..stop_row, and for scales."""
-    clear_queries(out, first_row, stop_row, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK)
-    if ROUNDED:
-        N: tl.constexpr = GROUP * HEAD_DIM // ROUNDED
-        row = tl.arange(0, NEXT_GROUP)
-        zeros, mask = tl.zeros([NEXT_GROUP], tl.float32), (row >= first_row) & (row < stop_row)
-        for group in range(kv_head * N, (kv_head + 1) * N):
-            tl.store(scales + group * NEXT_GROUP + row, zeros, mask=mask)
 
 
 @triton.jit(
@@ -230,7 +147,7 @@ def _decode_kernel(
     wait_for_inputs(PDL)
     start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
     if not ONE_ROW and (split == 0) & (tl.program_id(0) == (num_requests - 1) * ROW_TILES):
-        _clear_rest(
+        clear_rest(
             out, scales, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES,
             2 * BLOCK_H, ROUNDED,
         )  # fmt: skip
@@ -268,28 +185,16 @@ def _decode_kernel(
     )  # fmt: skip
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     if share >= all_keys:  # the only split of this tile
-        _store_result(
+        store_result(
             out, scales, at_out, mean_a.to(qkv.dtype.element_ty), mean_b.to(qkv.dtype.element_ty),
             inside, NUM_HEADS, HALF, BLOCK_M, BLOCK_H, ROUNDED,
         )  # fmt: skip
         return
-    size_of_split = num_rows.to(tl.int64) * NUM_HEADS
-    at_split = split * size_of_split + at_out
-    sums = partial + (size_of_split << split_shift) * HEAD_DIM
-    _store_halves(partial, at_split, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
-    tl.store(sums + at_split, size, mask=inside)
-    if ADDS:
-        used = arrive(arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, share, all_keys)
-        if used > 0:
-            mean_a, mean_b = _add_others(
-                partial, sums, at_out, size_of_split, inside, mean_a, mean_b, size, split, used,
-                HALF, BLOCK_M, BLOCK_H,
-            )  # fmt: skip
-            _store_result(
-                out, scales, at_out, mean_a.to(qkv.dtype.element_ty),
-                mean_b.to(qkv.dtype.element_ty), inside,
-                NUM_HEADS, HALF, BLOCK_M, BLOCK_H, ROUNDED,
-            )  # fmt: skip
+    store_split(
+        out, scales, partial, arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, at_out, mean_a,
+        mean_b, size, inside, split, share, all_keys, split_shift, num_rows, NUM_HEADS, HALF,
+        BLOCK_M, BLOCK_H, ADDS, ROUNDED, qkv.dtype.element_ty,
+    )  # fmt: skip
 
 
 def _check(
