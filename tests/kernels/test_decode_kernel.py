@@ -17,6 +17,7 @@ from attention_layers import MODELS as ATTENTION_MODELS
 from grids import in_turn, slow_unless
 from hydraspec_kernels.attention import attend_projection, counters, tiling
 from hydraspec_kernels.attention import decode_kernel as kernel
+from hydraspec_kernels.attention.plan import RowMask
 from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda
 from hydraspec_kernels.attention.reference import (
     attend_projection_reference,
@@ -88,6 +89,7 @@ SPLIT = (
     "window shorter than the rows, several tiles",
     "rows after the last and padding requests",
     "block, several tiles",
+    "causal block",
 )
 
 
@@ -217,6 +219,15 @@ def test_compiled(model: str, rows: str, dtype: torch.dtype) -> None:
     inputs = build(replace(base, block_size=16, tail=5, strided=True))
     if tiling.supports_decode(inputs.plan.shape, inputs.plan.max_rows):
         check(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["block", "causal_block"])
+@pytest.mark.parametrize("model", ["128 wide", "31B sliding"])
+def test_compiled_blocks(model: str, mask: RowMask) -> None:
+    for rows, lens in (((8,) * 3, (640, 8, 3000)), ((16,) * 8, (800,) * 8), ((16,), (900,))):
+        case = replace(MODELS[model], rows=rows, lens=lens, dtype=torch.bfloat16, device="cuda")
+        check(build(replace(case, mask=mask, block_size=16, tail=5)))
 
 
 @pytest.mark.gpu
