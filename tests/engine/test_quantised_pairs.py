@@ -88,7 +88,13 @@ def name(pair: Pair) -> str:
     return f"{pair.stage}-{pair.method}"
 
 
-@pytest.mark.parametrize("pair", [*QUANTISED_PAIRS, RAGGED], ids=name)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, marks=[pytest.mark.slow] if number % 2 else [], id=name(pair))
+        for number, pair in enumerate([*QUANTISED_PAIRS, RAGGED])
+    ],
+)
 def test_acceptance_is_near_that_of_the_float_pair(pair: Pair) -> None:
     assert_floor(pair, QUICK)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import slow_unless
 from hydraspec_kernels.sampling import rules
 from hydraspec_kernels.sampling.rules import reference
 from sampled_cells import exact_cells, p_value
@@ -106,7 +107,12 @@ def ruled_without_drafts(target: str) -> list[list[int]]:
     return plain
 
 
-@pytest.mark.parametrize(("method", "target"), DRAFTERS.items())
+@pytest.mark.parametrize(
+    ("method", "target"),
+    slow_unless(
+        lambda method, _: method not in ("eagle", "peagle", "dflash2", "suffix"), DRAFTERS.items()
+    ),
+)
 def test_greedy_outputs_under_rules_are_those_without_drafts(method: str, target: str) -> None:
     """More requests than slots, so that slots change owners; chunks of prompts beside decodes."""
     drafted, num_accepted = outputs(engine_of(target, method, *FEW_SLOTS), ruled_requests())

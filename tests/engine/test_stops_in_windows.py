@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ PATHS = {  # overrides of each path
     "transformers": ["engine=transformers", "target=tiny_qwen3", "method=none"],
     "assisted": ["engine=transformers", "target=tiny_gemma4", "method=gemma4_mtp"],
 }
+# Other tests hold the stops of every drafter (test_stops_everywhere).
+QUICK = ("none", "one step ahead", "few blocks", "small chunks", "gemma4_mtp", "dspark", "ngram")
+QUICK += ("suffix", "assisted")
 TEXT = (
     "Write a function sum_tiles that goes over tiles, adds 5 for each tile above 13 and sums them."
 )
@@ -75,7 +79,7 @@ def said(target: str) -> Whole:
     return whole(engine_of(target, "method=none"), asked())
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", slow_unless(lambda path: path in QUICK, product(PATHS)))
 def test_outputs_end_where_the_whole_text_says(path: str) -> None:
     num_cut = check_ends(engine_of(*PATHS[path]), asked(), said(target_of(path)))
     assert num_cut > 0 or path in ("none", "transformers")

@@ -7,14 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
+from grids import slow_unless
 from image_worlds import WORLDS, make_world, run_scenarios
 from plain_loops import MAX_K
 from scenarios import Outcome
 
 from hydraspec.types import Batch, RequestState
+
+QUICK = ("eagle3 reads images", "eagle3 reads placeholders", "peagle reads images", "dflash")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def world_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return cache(lambda name: make_world(tmp_path_factory.mktemp("world"), name))
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, product(WORLDS)))
 def test_drafts_and_acceptance_equal_the_plain_loop(
     name: str, world_of: Callable[[str], Any]
 ) -> None:
