@@ -104,7 +104,7 @@ def _of_batch(batch: int, key: str) -> Callable[[Json], list[float | None]]:
 
 def _drafts_chosen(part: Json) -> list[float | None]:
     """The mean number of drafts by batch size; empty where K is fixed."""
-    used = [row.get("num_speculative_tokens_used") for row in part.get("rows", ())]
+    used = [row.get("num_speculative_tokens_used") for row in part["rows"]]
     return [found and found["mean"] for found in used] if any(used) else []
 
 

@@ -54,8 +54,7 @@ def measure(config: RunConfig) -> Json:
         log.info("loaded in %.1f s, first token after %.1f s", load_s, first_step_s)
         gc.collect()
         gc.freeze()
-        part = _part(engine, load_s=load_s, first_step_s=first_step_s)
-        part["chooses_drafts"] = is_per_step(config) and part["num_speculative_tokens"] > 0
+        part = _part(config, engine, load_s=load_s, first_step_s=first_step_s)
         try:
             for row in benchmark.rows(config, engine):
                 part["rows"].append(row)
@@ -84,14 +83,14 @@ def measure(config: RunConfig) -> Json:
         engine.close()
 
 
-def _part(engine: Engine, *, load_s: float, first_step_s: float) -> Json:
+def _part(config: RunConfig, engine: Engine, *, load_s: float, first_step_s: float) -> Json:
     """The part before its first row, with every key."""
     info = engine.info
     return {
         "engine": info.engine,
         "method": info.method,
         "num_speculative_tokens": info.num_speculative_tokens,
-        "chooses_drafts": False,
+        "chooses_drafts": is_per_step(config) and info.num_speculative_tokens > 0,
         "status": "ok",
         "load_s": load_s,
         "first_step_s": first_step_s,

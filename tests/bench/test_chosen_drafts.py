@@ -38,12 +38,9 @@ def test_drafts_that_the_engine_chose_are_told(
 
     def chosen(engine: FakeEngine, *args: object, **named: object) -> Iterator[object]:
         for event in run(engine, *args, **named):  # type: ignore[arg-type]
-            is_step = isinstance(event, StepRecord)
-            yield (
-                replace(event, draft_length=engine.info.num_speculative_tokens)
-                if is_step
-                else event
-            )
+            if isinstance(event, StepRecord):
+                event = replace(event, draft_length=engine.info.num_speculative_tokens)
+            yield event
 
     fixed = run_bench(tmp_path / "fixed", *ALONE)
     assert not fixed["parts"][0]["chooses_drafts"]

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fuzz_engines import build, one_by_one
 from fuzz_ranks import Happened, small_case
 from fuzz_stages import QUANTISED_PAIRS, RAGGED, Pair
 from graph_runs import graph_config, run_requests, zoo_requests
+from grids import slow_unless
 from side_by_side import run_alone
 from step_ahead import outputs
 from tiny_targets import load
@@ -88,12 +90,11 @@ def name(pair: Pair) -> str:
     return f"{pair.stage}-{pair.method}"
 
 
+PAIRS = [*QUANTISED_PAIRS, RAGGED]
+
+
 @pytest.mark.parametrize(
-    "pair",
-    [
-        pytest.param(pair, marks=[pytest.mark.slow] if number % 2 else [], id=name(pair))
-        for number, pair in enumerate([*QUANTISED_PAIRS, RAGGED])
-    ],
+    "pair", slow_unless(lambda pair: pair in PAIRS[::2], product(PAIRS)), ids=name
 )
 def test_acceptance_is_near_that_of_the_float_pair(pair: Pair) -> None:
     assert_floor(pair, QUICK)

@@ -257,10 +257,7 @@ def p_of_outputs(
 
 @pytest.mark.parametrize(
     ("method", "target"),
-    [
-        pytest.param(*each, marks=() if each[0] in IN_EVERY_SUITE else pytest.mark.slow)
-        for each in DRAFTERS.items()
-    ],
+    slow_unless(lambda method, _: method in IN_EVERY_SUITE, DRAFTERS.items()),
 )
 def test_samples_under_rules_have_the_distribution_without_drafts(method: str, target: str) -> None:
     assert sum(sampled(target).cells.values()) == pytest.approx(1, abs=1e-5)

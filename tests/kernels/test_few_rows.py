@@ -7,11 +7,13 @@ In Triton's interpreter in float32 and small; with `-m gpu` compiled, in the siz
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
+from grids import slow_unless
 from hydraspec_kernels.attention import paged_attention, tiling
 from hydraspec_kernels.attention import paged_kernel as kernel
 from hydraspec_kernels.attention.e4m3 import round_kv
@@ -90,13 +92,7 @@ def test_matches_the_definition(name: str) -> None:
     assert (run(made).double() - expected(made)).abs().max() < FLOAT32
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_EVERY_SUITE else pytest.mark.slow)
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in IN_EVERY_SUITE, product(CASES)))
 @pytest.mark.usefixtures("short")
 def test_each_launch_stores_its_own_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the other one stores, for they may be in any order."""
