@@ -66,15 +66,20 @@ def test_graphs_of_every_length_replay_what_eager_steps_compute(method: str, mod
 
 
 def test_costs_are_those_of_graphs() -> None:
-    """More drafts take longer; a run over them finishes, and captures nothing further."""
-    engine = make_graph_engine(gpu_config("eagle3", "full_and_piecewise"), None)
-    requests = zoo_requests(16)
-    engine.tokenize(requests)
-    engine.prepare(requests)
-    table = engine.info.costs
-    assert table is not None
-    assert table.batches == (1, 2, 4, 8, 16)
-    assert all(row[0] < row[MOST] for row in table.step_ms)
+    """More drafts take longer, by the shortest of three measurements, since other tests may run on
+    the device; a run over them finishes, and captures nothing further."""
+    measured = []
+    for _ in range(3):
+        engine = make_graph_engine(gpu_config("eagle3", "full_and_piecewise"), None)
+        requests = zoo_requests(16)
+        engine.tokenize(requests)
+        engine.prepare(requests)
+        table = engine.info.costs
+        assert table is not None
+        assert table.batches == (1, 2, 4, 8, 16)
+        measured.append(torch.tensor(table.step_ms))
+    shortest = torch.stack(measured).amin(0)
+    assert (shortest[:, 0] < shortest[:, MOST]).all(), shortest
     built = engine.num_built().graphs
     assert len(run_requests(engine, requests, concurrency=16).outputs) == len(requests)
     assert engine.num_built().graphs == built
