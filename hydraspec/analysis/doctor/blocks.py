@@ -72,10 +72,10 @@ def feature_norm(subject: Subject) -> Iterator[Variant]:
     if subject.trial.kind != "block":
         return
     norm, is_normed = head.hidden_norm, not isinstance(head.hidden_norm, Unnormed)
-    words = {True: "through hidden_norm", False: "as fc gives them"}
+    words = {True: "features through hidden_norm", False: "features as fc gives them"}
     yield Variant(
         cause="hidden_norm",
-        says=f"context features enter {words[is_normed]}",
+        says=f"a block's context is {words[is_normed]}",
         tried=words[not is_normed],
         remedy=TRAINED_SO.format("give a head of the method's format"),
         trial=edited_trial(

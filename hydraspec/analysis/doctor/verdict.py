@@ -172,6 +172,7 @@ def _finding(damage: Damage) -> str:
         return f"{module_of(odd.name)} is damaged: {odd.name} {odd.says}"
     first = damage.parts[0]
     return (
-        f"{first.module} is damaged, most likely {first.tensor}: a few training steps on that part "
-        f"alone take acceptance to {first.acceptance:.2f}, on any other part to less"
+        f"{first.module} is damaged: a few training steps on that part alone take acceptance from "
+        f"{first.before:.2f} to {first.acceptance:.2f}, on any other part to less; {first.tensor} "
+        "gained most, which need not be the weight that is wrong"
     )

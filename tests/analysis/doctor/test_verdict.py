@@ -17,7 +17,7 @@ from hydraspec.analysis.doctor.parts import module_of, weights_of
 from hydraspec.analysis.doctor.retraining import Retrained, retrained
 from hydraspec.analysis.doctor.scores import score
 from hydraspec.analysis.doctor.tensors import Oddity, oddities
-from hydraspec.analysis.doctor.verdict import Damage, judge
+from hydraspec.analysis.doctor.verdict import Damage, Judgement, judge, sentence
 
 DRAW = torch.Generator().manual_seed(4)
 
@@ -206,6 +206,13 @@ def test_what_decides(
     found: Any, expected: Expected | None, odd: list[Oddity], parts: tuple[float, ...], verdict: str
 ) -> None:
     assert judge(found, expected, odd, lambda: after_training(*parts)).verdict == verdict
+
+
+def test_a_trained_part_says_what_it_gained_and_accuses_no_weight() -> None:
+    damage = Damage(parts=after_training(2.3, 2.1))
+    said = sentence(Judgement(verdict="weights", damage=damage), diagnosis(2.0), OWN)
+    assert "take acceptance from 2.00 to 2.30, on any other part to less" in said
+    assert "need not be the weight that is wrong" in said
 
 
 def test_what_others_reach_holds_for_text_that_is_as_certain() -> None:
