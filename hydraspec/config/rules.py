@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from hydraspec.config.messages import nearest, refusal
+from hydraspec.config.messages import meant_choice, refusal
 from hydraspec.config.schema import RunConfig
 
 # A format string with {value}, and {c.…} for the configuration, or a function of the two.
@@ -68,7 +68,7 @@ def did_you_mean(key: str, word: str, known: Iterable[str], otherwise: str = "")
     """A remedy: the known value of `key` that is nearest to `word`, and where `word` goes on after
     it the known ones that do; else `otherwise`."""
     names = list(known)
-    meant = nearest(word, names)
+    meant = meant_choice(word, names)
     if meant is None:
         return otherwise
     longer = [name for name in names if name.startswith(f"{meant}_")]
