@@ -27,7 +27,7 @@ PACKAGE = str(Path(hydraspec.__file__).parent)
         (["target=custom", "target.checkpoint=zoo:tiny_gemma4", "method=none"], 1),
         (["sampling.name=greedy"], 1),
         (["-m", "seed=1,2,3"], 1 + 3),  # the sweep's own settings, and each job
-        (["experiment=k_sweep"], 1 + 5),
+        (["experiment=k_sweep"], 1 + 6),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
