@@ -20,7 +20,8 @@ class Rule:
     """A condition that the value of a key must satisfy.
 
     Attributes:
-        key: dotted; the message shows its value.
+        key: dotted; the message shows its value. `<group>.name` is shown as it is typed, `<group>`,
+            unless `names` is true.
         holds: whether a value is allowed, given the whole configuration.
         allowed, problem, remedy: parts of the message.
         when: whether the rule applies to a configuration.
@@ -32,6 +33,7 @@ class Rule:
     problem: Text = "is out of range"
     remedy: Text = ""
     when: Callable[[RunConfig], bool] = lambda config: True
+    names: bool = False
 
 
 def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
@@ -46,7 +48,8 @@ def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
                 for text in (rule.problem, rule.allowed, rule.remedy)
             )
             given = getattr(value, "value", value)  # plain value of an Enum
-            raise refusal(rule.key, given, problem, allowed=allowed, remedy=remedy)
+            key = rule.key if rule.names else rule.key.removesuffix(".name")
+            raise refusal(key, given, problem, allowed=allowed, remedy=remedy)
 
 
 def at_least(key: str, least: int, allowed: str = "") -> Rule:

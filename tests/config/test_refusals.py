@@ -67,7 +67,7 @@ REFUSED = {
     "~method": ["method has no value", METHODS, "add method=<one of these>"],
     "~seed_": ["seed_"],
     "tracker=null": ["tracker=null", "none, wandb"],
-    "target=custom": ["target.checkpoint has no value", "a hub id", "checkpoint=<folder or hub id>"],
+    "target=custom": ["target.checkpoint has no value", "a hub id", "add target.checkpoint=<f"],
     "workload=jsonl": ["workload.path has no value", "JSON lines", "add workload.path=<file>"],
     "~method.num_speculative_tokens": ["has no value", "a whole number", "_tokens=<value>"],
     "target.checkpoint=''": ["target.checkpoint=''", "is empty"],
@@ -264,6 +264,12 @@ REFUSED = {
     "tracker=none tracker.project=x": ["tracker.project=x is no key of", "tracker=wandb"],
     "method.name=eagle4": ["method.name=eagle4"],
     "method=eagle": ["method=eagle", "target tiny_gemma4 names none", "=auto or method=none"],
+    "target=tiny_qwen3 method=gemma4_mtp": [
+        *("names none", "eagle3: zoo:tiny_qwen3-eagle3, peagle: "),
+        "or choose method=eagle3 or another of these methods, method=auto or method=none",
+    ],
+    "target=tiny_qwen3 method=gemma4_mtp engine=transformers": ["hub id>, or choose method=none"],
+    "engine=transformers method=eagle3": ["method=eagle3 is not available with engine=transf"],
     "cudagraph.name=half": ["cudagraph.name=half", "full_decode_only, none, piecewise"],
     # what Hydra's grammar does not take
     "method": ["method: cannot be read", "write key=value"],
