@@ -76,7 +76,7 @@ verify-gpu: $(VENV)/.stamp-test ## The device gate, before a change to engine, m
 table: $(VENV)/.stamp-test ## Measure every tiny target with every drafter: the table of docs/results.md
 	$(BIN)/python tests/bench/results_table.py $(ARGS)
 
-sweep: $(VENV)/.stamp-test ## Sweep K over the default target and compare with method=none
+sweep: $(VENV)/.stamp-test ## Sweep K over the default target, each K against its own baseline
 	$(BIN)/python -m hydraspec -m experiment=k_sweep $(ARGS)
 
 clean: ## Remove caches and build products; .venv and outputs stay

@@ -32,7 +32,7 @@ from hydraspec.config import RunConfig, to_run_config
 from hydraspec.config.benches import uncached
 from hydraspec.config.build import NAME, check_own_key
 from hydraspec.config.choices import SEARCH_PATH, choices_of, name_of
-from hydraspec.config.messages import listing, nearest, refusal
+from hydraspec.config.messages import listing, meant_choice, refusal
 from hydraspec.config.names import run_name
 from hydraspec.config.vllm import is_vllm_key
 from hydraspec.errors import ConfigurationError, NoDrafterError
@@ -210,7 +210,7 @@ def _check_names(composed: DictConfig, overrides: Sequence[Override]) -> None:
         chosen = name_of(group, str(composed.hydra.runtime.choices.get(group)))
         if chosen is not None and value != chosen:
             known = choices_of(group)
-            meant = value if value in known else nearest(str(value), known)
+            meant = value if value in known else meant_choice(str(value), known)
             raise refusal(
                 key,
                 value,

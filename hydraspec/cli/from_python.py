@@ -14,7 +14,7 @@ from hydraspec.cli.rank_job import errors_alone_logged
 from hydraspec.cli.ranks import needs_ranks
 from hydraspec.errors import ConfigurationError
 from hydraspec.lab.outcome import exit_status, last_line, outcome
-from hydraspec.lab.resolution import resolve
+from hydraspec.lab.resolution import check_folders, resolve
 from hydraspec.parallel import torchrun
 from hydraspec.signals import output_may_be_cut
 
@@ -47,6 +47,7 @@ def build_engine(overrides: Sequence[str] = (), *, config_dir: str | None = None
         )
     bind_threads(job.config)
     resolve(job.config)
+    check_folders(job.config)
     from hydraspec.cli.own_engine import OwnEngine  # imports torch
 
     return cast("Engine", OwnEngine(factory.build_engine(job.config)))

@@ -20,7 +20,8 @@ from hydraspec.cli.folders import RUN_DIR, SWEEP_DIR, claimed, fresh
 from hydraspec.cli.rank_job import runner
 from hydraspec.cli.ranks import needs_ranks
 from hydraspec.config import RunConfig
-from hydraspec.lab.resolution import resolve
+from hydraspec.config.benches import is_bench
+from hydraspec.lab.resolution import check_folders, resolve
 
 
 @contextmanager
@@ -39,6 +40,7 @@ def ready(job: Job) -> Iterator[Path]:
     with hydra_settings(job):
         bind_threads(job.config)
         resolve(job.config)
+        check_folders(job.config)
         yield job.folder.absolute()
 
 
@@ -62,6 +64,8 @@ def run_job(job: Job, *, quiet: bool = False, logs: bool = True) -> dict[str, An
         finished = sweep.find_finished(job.sweep, job.config)
         if finished is not None:
             return sweep.take_over(finished, job.folder, job.overrides)
+    if not (is_bench(job.config) and job.config.bench.isolate):  # each process checks its own
+        check_folders(job.config)
     if needs_ranks(job.config):
         summary = ranks.run(job, quiet=quiet, logs=logs)
     else:

@@ -7,6 +7,7 @@ its summary or its error travels back the same way.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -36,6 +37,7 @@ from hydraspec.parallel.job import Program, RankJob
 from hydraspec.parallel.launch import run_ranks
 
 MISTAKES = (ConfigurationError, CheckpointError, WorkloadError)
+log = logging.getLogger(__name__)
 WORKER = [sys.executable, "-m", "hydraspec.cli.rank"]
 
 
@@ -62,6 +64,11 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     told = rank_job(job, quiet=quiet, logs=logs)
     if torchrun.num_ranks():
         return torchrun.run(told, PROGRAM)
+    outnumbered = config.parallelism.num_ranks > _num_cores()
+    if outnumbered:  # the check would wait for so many processes to start
+        factory.check_split(config)
+        if not quiet and factory.device_type(config) == "cpu":
+            log.warning(_crowded(config))
     ended = run_ranks(
         WORKER,
         config.parallelism.num_ranks,
@@ -69,7 +76,7 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
         logs=folder / RANKS,
         timeout_s=config.parallelism.timeout_s,
         environment=_environment(config),
-        meanwhile=lambda: factory.check_split(config),
+        meanwhile=lambda: None if outnumbered else factory.check_split(config),
     )
     _remove_empty(folder / RANKS)
     result = None if ended.result is None else json.loads(ended.result)
@@ -88,11 +95,24 @@ def run(job: Job, *, quiet: bool, logs: bool) -> dict[str, Any]:
     return _summary(result)
 
 
+def _num_cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _crowded(config: RunConfig) -> str:
+    """The warning of more ranks on CPUs than cores."""
+    axis, size = config.parallelism.largest_axis
+    return (
+        f"{axis}={size}: {config.parallelism.num_ranks} ranks share {_num_cores()} CPU cores: they "
+        "start slowly, and run slower than as many ranks as there are cores"
+    )
+
+
 def _environment(config: RunConfig) -> dict[str, str]:
     """The environment of ranks: this process's, with CPU threads divided among the ranks, as
     OpenMP would use all cores in each."""
     environment = dict(os.environ)
-    share = max(1, (os.cpu_count() or 1) // config.parallelism.num_ranks)
+    share = max(1, _num_cores() // config.parallelism.num_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(config.engine.num_threads or share))
     environment["OMP_PROC_BIND"] = "false"  # it would bind every rank to the same cores
     return environment

@@ -23,7 +23,7 @@ from hydraspec.config.benches import is_bench, not_passed_on
 from hydraspec.config.checks import check, check_names
 from hydraspec.config.choices import choices_of, has_key, keys_in, no_key
 from hydraspec.config.derive import derive
-from hydraspec.config.messages import listing, nearest, refusal, show
+from hydraspec.config.messages import listing, meant_choice, nearest, refusal, show
 from hydraspec.config.options import NoOptions, check_options, is_option, options_of
 from hydraspec.config.schema import BenchConfig, EngineConfig, RunConfig, WorkloadConfig
 from hydraspec.config.vllm import is_vllm_key, runs_vllm
@@ -56,6 +56,7 @@ MEANINGS = {  # descriptions of keys for which "text" would not help
     "target.checkpoint": "a folder, a hub id, or zoo:<name>",
     "workload.path": "a file of JSON lines",
 }
+PLACEHOLDERS = {"target.checkpoint": "folder or hub id", "workload.path": "file"}
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -235,11 +236,17 @@ def _build(schema: type, values: object, path: str) -> Any:
         elif name in values and value != MISSING:
             built[name] = _convert(kind, value, key)
         elif name in values or _required(fields[name]):
-            allowed = _values_of(key, kind)
-            raise ConfigurationError(
-                f"{key} has no value\n  allowed: {allowed}\n  to do: add {key}=<one of these>"
-            )
+            raise _no_value(key, kind)
     return schema(**built)
+
+
+def _no_value(key: str, kind: Any) -> ConfigurationError:
+    is_listed = dataclasses.is_dataclass(kind) and choices_of(key)
+    value = "one of these" if is_listed else PLACEHOLDERS.get(key, "value")
+    return ConfigurationError(
+        f"{key} has no value\n  allowed: {_values_of(key, kind)}\n  to do: add {key}=<{value}>",
+        key=key,
+    )
 
 
 def _no_group(path: str, value: object, schema: type) -> ConfigurationError:
@@ -325,7 +332,7 @@ def _convert(kind: Any, value: object, key: str) -> Any:
 def _to_choice(kind: type[Enum], value: object, key: str) -> Enum:
     choices = [str(choice.value) for choice in kind]
     if value not in choices:
-        meant = nearest(str(value), choices)
+        meant = meant_choice(str(value), choices)
         remedy = f"did you mean {key}={meant}?" if meant else "choose one of these"
         raise refusal(key, value, "is no choice", allowed=listing(choices), remedy=remedy)
     return kind(value)

@@ -90,6 +90,7 @@ def _named(group: str, *more: str) -> Rule:
         lambda name, c: listing(known()),
         "is unknown",
         lambda name, c: did_you_mean(group, name, known(), f"choose with {group}=<choice>"),
+        names=True,
     )
 
 
@@ -166,7 +167,13 @@ def _rows(c: RunConfig) -> int:
 
 NAMES = (
     *(_named("method", AUTO), _named("engine"), _named("cudagraph")),
-    Rule("bench.name", lambda name, c: name in BENCHES, listing(BENCHES), "is unknown"),
+    Rule(
+        "bench.name",
+        lambda name, c: name in BENCHES,
+        listing(BENCHES),
+        "is unknown",
+        names=True,
+    ),
     *(_not_empty("target.checkpoint"), _not_empty("method.checkpoint")),
 )
 
@@ -319,6 +326,7 @@ RULES = (
         lambda name, c: name.strip() and name.isprintable() and len(name) <= MAX_PROJECT_LENGTH,
         f"1 to {MAX_PROJECT_LENGTH} printable characters",
         "names no run",
+        names=True,
     ),
     Rule(
         "tracker.name",
@@ -326,6 +334,7 @@ RULES = (
         "the name of the choice: none, wandb",
         "names a run, and nothing is recorded (tracker=none, or tracker.mode=disabled)",
         "choose tracker=wandb with tracker.mode=offline, or leave the name out",
+        names=True,
     ),
     Rule(
         "tracker.tags",

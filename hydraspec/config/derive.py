@@ -7,7 +7,7 @@ import re
 
 from hydraspec.config.benches import UNCACHED
 from hydraspec.config.choices import has_key, packaged_value, shipped_shapes
-from hydraspec.config.engines import VLLM
+from hydraspec.config.engines import TAKEN, VLLM
 from hydraspec.config.messages import refusal, show
 from hydraspec.config.schema import (
     AUTO,
@@ -71,7 +71,12 @@ def no_drafter(config: RunConfig) -> NoDrafterError:
     """The error for a method without a drafter: none is given, and the target names none."""
     known = ", ".join(f"{name}: {where}" for name, where in config.target.drafters.items())
     named = f"drafters the target names: {known or 'none'}"
-    choose = f"choose method={AUTO} or method=none" if known else "choose method=none"
+    taken = TAKEN.get(config.engine.name, {}).get("method.name", config.target.drafters)
+    fitting = [name for name in config.target.drafters if name in taken]
+    choose = "choose method=none"
+    if fitting:
+        others = " or another of these methods" if len(fitting) > 1 else ""
+        choose = f"choose method={fitting[0]}{others}, method={AUTO} or method=none"
     shape = QUANTISED.sub("", config.target.name)
     if f"{shape}-{BESIDE.get(config.method.name)}" in shipped_shapes():
         choose += ", or add target.weights=random, which draws a drafter of its shape too"

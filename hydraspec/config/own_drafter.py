@@ -21,12 +21,10 @@ def check_own_drafter(
         ConfigurationError: naming the key.
     """
     if config.method.name == "none":
-        raise refusal(
-            "method.name", "none", none[0], allowed="a method with a drafter", remedy=none[1]
-        )
+        raise refusal("method", "none", none[0], allowed="a method with a drafter", remedy=none[1])
     if config.engine.name != "native":
         raise refusal(
-            "engine.name",
+            "engine",
             config.engine.name,
             f"is not {verb}: {engine}",
             allowed="native",

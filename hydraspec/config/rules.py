@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from hydraspec.config.messages import nearest, refusal
+from hydraspec.config.messages import meant_choice, refusal
 from hydraspec.config.schema import RunConfig
 
 # A format string with {value}, and {c.…} for the configuration, or a function of the two.
@@ -20,7 +20,8 @@ class Rule:
     """A condition that the value of a key must satisfy.
 
     Attributes:
-        key: dotted; the message shows its value.
+        key: dotted; the message shows its value. `<group>.name` is shown as it is typed, `<group>`,
+            unless `names` is true.
         holds: whether a value is allowed, given the whole configuration.
         allowed, problem, remedy: parts of the message.
         when: whether the rule applies to a configuration.
@@ -32,6 +33,7 @@ class Rule:
     problem: Text = "is out of range"
     remedy: Text = ""
     when: Callable[[RunConfig], bool] = lambda config: True
+    names: bool = False
 
 
 def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
@@ -46,7 +48,8 @@ def enforce(rules: Iterable[Rule], config: RunConfig) -> None:
                 for text in (rule.problem, rule.allowed, rule.remedy)
             )
             given = getattr(value, "value", value)  # plain value of an Enum
-            raise refusal(rule.key, given, problem, allowed=allowed, remedy=remedy)
+            key = rule.key if rule.names else rule.key.removesuffix(".name")
+            raise refusal(key, given, problem, allowed=allowed, remedy=remedy)
 
 
 def at_least(key: str, least: int, allowed: str = "") -> Rule:
@@ -68,7 +71,7 @@ def did_you_mean(key: str, word: str, known: Iterable[str], otherwise: str = "")
     """A remedy: the known value of `key` that is nearest to `word`, and where `word` goes on after
     it the known ones that do; else `otherwise`."""
     names = list(known)
-    meant = nearest(word, names)
+    meant = meant_choice(word, names)
     if meant is None:
         return otherwise
     longer = [name for name in names if name.startswith(f"{meant}_")]

@@ -28,11 +28,39 @@ OF_A_MODEL = (  # keys of its config.json that no number format changes
 
 def resolve(config: RunConfig) -> None:
     """Check the device, and complete the configuration, in place, from its checkpoints and the
-    environment; see `factory.resolve_drafter`."""
+    environment; see `factory.resolve_drafter`. Folders are looked for by `check_folders`, and here
+    where one had to be read."""
     check_speculator(config)
     factory.check_device(config)
     _take_threads(config)
-    factory.resolve_drafter(config)
+    try:
+        factory.resolve_drafter(config)
+    except CheckpointError:
+        check_folders(config)  # its message names the key
+        raise
+
+
+def check_folders(config: RunConfig) -> None:
+    """Refuse a checkpoint that is written as a path where there is none, before anything is loaded.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    given = {"target.checkpoint": config.target.checkpoint}
+    if config.method.needs_checkpoint and config.method.checkpoint is not None:
+        given["method.checkpoint"] = config.method.checkpoint
+    for key, checkpoint in given.items():
+        is_path = checkpoint.startswith((".", "/", "~"))
+        if is_path and not os.path.exists(os.path.expanduser(checkpoint)):
+            message = refusal(
+                key,
+                checkpoint,
+                "does not exist",
+                allowed="a folder with config.json and safetensors files, zoo:<name>, or a hub id "
+                "<owner>/<name>",
+                remedy="check the spelling",
+            )
+            raise CheckpointError(str(message), key=key)
 
 
 def _take_threads(config: RunConfig) -> None:

@@ -85,6 +85,7 @@ def build(
         else assessment.assess(
             gained,
             by_category,
+            num_pairs=len(pairs),
             diverged=lossless["verdict"] == "diverged",
             synthetic=config.method.verification is Verification.synthetic,
         ),

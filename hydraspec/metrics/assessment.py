@@ -100,6 +100,7 @@ def assess(
     gained: PairedRatio,
     categories: Mapping[str, PairedRatio],
     *,
+    num_pairs: int,
     diverged: bool,
     synthetic: bool,
 ) -> Assessment:
@@ -110,11 +111,12 @@ def assess(
     Args:
         gained: the speedup of all requests.
         categories: the speedup of each category.
+        num_pairs: requests that both sides finished, with a decode step to time or without.
         diverged: whether outputs differ from the target's, so that nothing can be judged.
         synthetic: whether drafts were accepted at a set rate, whatever the drafter.
     """
     if gained.ratio is None:
-        return {"says": "cannot_tell", "sentence": "cannot tell: no request finished on both sides"}
+        return {"says": "cannot_tell", "sentence": f"cannot tell: {_nothing_timed(num_pairs)}"}
     says = _says(gained)
     figures = in_words(gained)
     if diverged:
@@ -132,6 +134,14 @@ def assess(
         if named and other != says:
             sentence += f"; {WORDS[other]} in {', '.join(named)}"
     return {"says": says, "sentence": sentence}
+
+
+def _nothing_timed(num_pairs: int) -> str:
+    """The reason why no speedup was measured over the requests that both sides finished."""
+    if not num_pairs:
+        return "no request finished on both sides"
+    finished = "one request" if num_pairs == 1 else f"{num_pairs} requests"
+    return f"both sides finished {finished}, but one or both had no decode step to time"
 
 
 def in_words(found: PairedRatio) -> str:

@@ -338,8 +338,8 @@ def test_random_weights_come_from_the_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "allowed"),
     [
-        (["method=eagle3"], "method.name=eagle3", "gemma4_mtp, none"),
-        (["method=peagle"], "method.name=peagle", "gemma4_mtp, none"),
+        (["method=eagle3"], "method=eagle3", "gemma4_mtp, none"),
+        (["method=peagle"], "method=peagle", "gemma4_mtp, none"),
         (["method.verification=block"], "method.verification=block", "standard"),
         (
             ["method.verification=synthetic", "method.synthetic_acceptance_length=2"],

@@ -243,7 +243,7 @@ TWO_HOSTS = (f"{VLLM}.nnodes=2", "parallelism.tensor=2")
         (["parallelism.tensor=0"], "parallelism.tensor=0", "1 or more"),
         (["parallelism.timeout_s=60"], "parallelism.timeout_s=60", "15"),
         (["method=eagle3", "method.weights=random"], "method.weights=random", "checkpoint"),
-        (["method=suffix"], "method.name=suffix", "dflash2, dspark"),
+        (["method=suffix"], "method=suffix", "dflash2, dspark"),
         (["method=dspark", "method.options.min_survival=0.1"], "method.options.min", "null"),
         (["method=eagle3", "parallelism.pipeline=2"], "parallelism.pipeline=2", "method=none"),
         (["method=gemma4_mtp", "parallelism.pipeline=2"], "parallelism.pipeline=2", "SupportsPP"),

@@ -58,7 +58,7 @@ KEYS = {
     ),
     "dflash2 on another engine": (
         "method=dflash2 engine=transformers",
-        "method.name=dflash2 is not available with engine=transformers\n  allowed: gemma4_mtp, ",
+        "method=dflash2 is not available with engine=transformers\n  allowed: gemma4_mtp, ",
     ),
     "how drafts are sampled": (
         "method=dflash2 method.draft_sampling=sampled",

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 import hydraspec
 from hydraspec.engine.native import NativeEngine
+from hydraspec.errors import CheckpointError
 from hydraspec.lab.rounds import Measurement
 
 MOST_FUNCTIONS = 8  # from main to step, both counted
@@ -26,7 +27,7 @@ PACKAGE = str(Path(hydraspec.__file__).parent)
         (["target=custom", "target.checkpoint=zoo:tiny_gemma4", "method=none"], 1),
         (["sampling.name=greedy"], 1),
         (["-m", "seed=1,2,3"], 1 + 3),  # the sweep's own settings, and each job
-        (["experiment=k_sweep"], 1 + 5),
+        (["experiment=k_sweep"], 1 + 6),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -83,6 +84,16 @@ def test_a_key_typed_twice_has_its_last_values(lab, command):
     """As with Hydra's own sweeper, also where an experiment sweeps it."""
     assert command("experiment=k_sweep", "method.num_speculative_tokens=2") == 0
     assert lab.drafts == [2]
+
+
+def test_nothing_runs_without_the_folder_of_a_checkpoint(lab, command, capfd):
+    """Catches a folder that is looked for once an engine loads, which does not know its key."""
+    typed = ["target=custom", "target.checkpoint=/nope", "method=none"]
+    assert command(*typed) == 3
+    assert "hydraspec: target.checkpoint=/nope does not exist" in capfd.readouterr().err
+    assert not lab.runs
+    with pytest.raises(CheckpointError, match=r"target\.checkpoint=/nope does not exist"):
+        hydraspec.build_engine(typed)
 
 
 def test_a_step_is_few_functions_away(command, monkeypatch):

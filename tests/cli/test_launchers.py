@@ -217,7 +217,7 @@ def test_a_sweep_runs_side_by_side_and_resumes(launcher: str, tmp_path: Path) ->
         process = start(tmp_path / "s", *typed, "method.num_speculative_tokens=1,2", *SHORT)
         out, errors = process.communicate(timeout=280)
         assert process.returncode == 3, errors
-        assert f"job 2: checkpoint folder '{missing}' does not exist" in errors
+        assert f"job 2: target.checkpoint={missing} does not exist" in errors
         assert summary(tmp_path / "s" / "0")["status"] == "ok"
         assert summary(tmp_path / "s" / "1")["reused_from"] == "0"
         assert (tmp_path / "s" / "compare.html").is_file()

@@ -50,7 +50,7 @@ def test_a_refused_combination_says_why() -> None:
             **{"parallelism": ["single"], "cudagraph": ["none"], "sampling": ["greedy"]},
         }
     )
-    assert cell.reason == "method.name=eagle3 is not available with engine=transformers"
+    assert cell.reason == "method=eagle3 is not available with engine=transformers"
     assert not cell.tests
 
 

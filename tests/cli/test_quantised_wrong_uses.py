@@ -219,7 +219,7 @@ KEYS = {
     ),
     "a drafter that another engine does not run": (
         ["target=tiny_gemma4_fp8", "method=eagle3", "engine=transformers"],
-        "method.name=eagle3 is not available with engine=transformers\n  allowed: gemma4_mtp, none",
+        "method=eagle3 is not available with engine=transformers\n  allowed: gemma4_mtp, none",
     ),
 }
 

@@ -40,6 +40,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the ranks go on")
 
     monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    monkeypatch.setattr(ranks, "_num_cores", lambda: 1000)
 
 
 def config_of(*typed: str) -> RunConfig:
@@ -74,6 +75,49 @@ def config_json(source: Path, folder: Path, **changed: object) -> Path:
 def test_a_split_is_refused_while_ranks_start(tmp_path: Path, typed: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         call(tmp_path, *typed)
+
+
+@pytest.mark.parametrize("typed", [TENSOR, STAGES], ids=["tensor", "stages"])
+def test_more_ranks_than_cores_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: list[str]
+) -> None:
+    """Catches a check that waits until so many processes have started: a minute for 64."""
+    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("ranks start"))
+    monkeypatch.setattr(ranks, "_num_cores", lambda: 2)
+    with pytest.raises(ConfigurationError, match="does not"):
+        call(tmp_path, *typed)
+
+
+@pytest.mark.parametrize(("cores", "warned"), [(1, True), (2, False)])
+def test_more_ranks_than_cores_are_warned_of_before_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    cores: int,
+    warned: bool,
+) -> None:
+    """Catches minutes without a word; and a second check of a split that was found possible."""
+    said: list[str] = []
+    checked: list[RunConfig] = []
+
+    def run_ranks(*_: object, meanwhile: Callable[[], None], **__: object) -> Ended:
+        meanwhile()
+        said.extend(record.getMessage() for record in caplog.records)
+        return Ended(fault=None, interrupted=False, result='{"summary": {"status": "ok"}}')
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    monkeypatch.setattr(ranks, "_num_cores", lambda: cores)
+    monkeypatch.setattr(factory, "check_split", checked.append)
+    (job,) = plan([*QUICK, "method=none", "parallelism=dp2", f"hydra.run.dir={tmp_path}"]).jobs
+    ranks.run(job, quiet=False, logs=False)
+    assert len(checked) == 1
+    assert [line.partition(": they")[0] for line in said] == (
+        ["parallelism.data=2: 2 ranks share 1 CPU cores"] if warned else []
+    )
+    caplog.clear()
+    said.clear()
+    ranks.run(job, quiet=True, logs=False)
+    assert not said
 
 
 @pytest.mark.usefixtures("no_ranks")

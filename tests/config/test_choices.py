@@ -215,4 +215,4 @@ def test_recorded_configuration_composes_to_itself():
 def test_experiment_is_a_sweep_over_k():
     planned = plan(["experiment=k_sweep"])
     assert planned.is_sweep
-    assert [job.config.method.num_speculative_tokens for job in planned.jobs] == [1, 2, 3, 4, 6]
+    assert [job.config.method.num_speculative_tokens for job in planned.jobs] == [1, 2, 3, 4, 5, 6]

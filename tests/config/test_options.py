@@ -130,8 +130,8 @@ def test_options_that_are_no_dataclass_name_their_package(tmp_path: Path) -> Non
         ("method.options.prompt_lookup_min=2", r"prompt_lookup_min"),
         ("method.num_speculative_tokens=auto", r"its own number of drafts in each step\n.*1 to 32"),
         ("method.num_speculative_tokens=33", r"num_speculative_tokens=33 is out of range"),
-        ("engine=vllm", r"method\.name=suffix is not available with engine=vllm"),
-        ("engine=transformers", r"method\.name=suffix is not available with engine=transformers"),
+        ("engine=vllm", r"method=suffix is not available with engine=vllm"),
+        ("engine=transformers", r"method=suffix is not available with engine=transformers"),
     ],
 )
 def test_what_suffix_decoding_does_not_take_is_one_message(typed: str, message: str) -> None:

@@ -34,8 +34,8 @@ TYPED = {  # what is typed → what the message has to say
     f"{KEY}.regex=a sampling.bad_words=[[5]]": ["bad_words=[[5]] may leave", "allowed: []"],
     f"{KEY}.regex=a sampling.stop=[a]": ["sampling.stop=[a] may leave", "allowed: []"],
     f"{KEY}.regex=a sampling.stop_token_ids=[5]": ["stop_token_ids=[5] may leave", "allowed: []"],
-    f"{KEY}.regex=a engine=vllm": ["engine.name=vllm follows no grammar", "engine=native"],
-    f"{KEY}.regex=a engine=transformers": ["engine.name=transformers follows no grammar"],
+    f"{KEY}.regex=a engine=vllm": ["engine=vllm follows no grammar", "engine=native"],
+    f"{KEY}.regex=a engine=transformers": ["engine=transformers follows no grammar"],
     f"{KEY}.regex=a parallelism=pp2": ["parallelism.pipeline=2", "knows no drafts"],
     f"{KEY}.regex=a method=eagle3 method.verification=synthetic "
     "method.synthetic_acceptance_length=2": ["verification=synthetic accepts drafts"],

@@ -39,7 +39,13 @@ def assessed(
 ) -> Assessment:
     pairs = finished_pairs(meter(paces), meter(dict.fromkeys(paces, 1.0)))
     categories = speedups_by_category(pairs, at_once=1)
-    return assess(speedup(pairs, at_once=1), categories, diverged=diverged, synthetic=synthetic)
+    return assess(
+        speedup(pairs, at_once=1),
+        categories,
+        num_pairs=len(pairs),
+        diverged=diverged,
+        synthetic=synthetic,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,9 +79,30 @@ def test_what_cannot_be_told() -> None:
     found = assessed({"a": 0.5}, diverged=True)
     assert found["says"] == "cannot_tell"
     assert "not the target's" in found["sentence"]
-    none = assess(speedup([], at_once=1), {}, diverged=False, synthetic=False)
+    none = assess(speedup([], at_once=1), {}, num_pairs=0, diverged=False, synthetic=False)
     assert none["sentence"] == "cannot tell: no request finished on both sides"
     assert "acceptance that was set" in assessed({"a": 0.5}, synthetic=True)["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("count", "finished"), [(1, "one request, but"), (2, "2 requests, but")], ids=["one", "two"]
+)
+def test_requests_of_one_token_have_no_decode_step(count: int, finished: str) -> None:
+    """Catches a sentence that finished requests did not finish: their prompts' step gave all."""
+    sides = []
+    for _ in range(2):
+        requests = [request(i) for i in range(count)]
+        side = Meter(requests, num_speculative_tokens=2)
+        for i in range(count):
+            side.add_step(step(part(i, prefill_rows=5, emitted=1), ms=3.0))
+            side.add_completion(completion(i, output_token_ids=[1]))
+        sides.append(side)
+    pairs = finished_pairs(*sides)
+    gained = speedup(pairs, at_once=1)
+    found = assess(gained, {}, num_pairs=len(pairs), diverged=False, synthetic=False)
+    assert found["says"] == "cannot_tell"
+    assert found["sentence"].startswith(f"cannot tell: both sides finished {finished}")
+    assert found["sentence"].endswith("no decode step to time")
 
 
 def test_categories_have_intervals_and_counts() -> None:
