@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "parallel.engines": {"types", "config", "signals", "parallel", "engine"},
     "adapters": {"kernels", "types", "config", "sampling", "models", "engine", "shipped"},
     "metrics": {"types"},
-    "study": {"types", "metrics", "pictures", "config.drafts"},
+    "study": {"types", "metrics", "pictures"},
     "workloads": {"types", "config", "pictures", "plugins", "shipped"},
     "lab": {
         *("signals", "types", "config", "metrics", "engine.base", "factory", "study"),

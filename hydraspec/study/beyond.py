@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydraspec.config.drafts import MAX_SPECULATIVE_TOKENS
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.study.jobs import Job
 from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import JobFigures
 
+MOST_DRAFTS = 32  # of any method, by the configuration
 TRACE = "method.synthetic_trace"  # a record, which has no acceptance beyond its own K
 
 
@@ -55,7 +55,7 @@ def most_drafts(job: Job) -> int:
     """The largest K that the job can be run with: what a block of its drafter holds, a step of the
     engine has rows for, and any method may have. Summaries of earlier versions do not say the
     first."""
-    bounds = [MAX_SPECULATIVE_TOKENS, _held(job), _rows_of_a_request(job)]
+    bounds = [MOST_DRAFTS, _held(job), _rows_of_a_request(job)]
     least = min(bound for bound in bounds if bound is not None)
     return max(least, job.summary["num_speculative_tokens"])
 
