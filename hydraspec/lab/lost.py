@@ -26,9 +26,9 @@ from hydraspec.lab.rounds import Measurement
 from hydraspec.metrics.counters import RequestCounters, StepSums
 from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.meter import Meter
+from hydraspec.metrics.run_facts import RunFacts
 from hydraspec.metrics.run_files import REQUESTS, SUMMARY, UNSAVED, written_since
 from hydraspec.metrics.sinks import Side, Sink
-from hydraspec.metrics.summary import RunFacts
 from hydraspec.types import Completion, PrefixCaching, Request, Span, TokenLogprob
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads

@@ -16,10 +16,11 @@ from hydraspec.lab.folder import RunFolder
 from hydraspec.lab.rounds import Measurement
 from hydraspec.lab.run_warnings import warnings_of
 from hydraspec.metrics.files import Json
+from hydraspec.metrics.run_facts import RunFacts
 from hydraspec.metrics.run_files import POSITIONS, REPORT, STEPS, TRACE
 from hydraspec.metrics.sinks import Side, Sink, StepsFile
 from hydraspec.metrics.step_blocks import step_costs_file
-from hydraspec.metrics.summary import Lossless, RunFacts, Status, Summary
+from hydraspec.metrics.summary import Lossless, Status, Summary
 from hydraspec.metrics.trace import PositionsFile, TraceFile
 from hydraspec.metrics.tracker import WandbSink
 from hydraspec.signals import interrupts_held_back

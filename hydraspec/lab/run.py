@@ -29,10 +29,12 @@ from hydraspec.lab.formats import check_costs, formats, quantization
 from hydraspec.lab.lost import Beginning, FinishedRequests
 from hydraspec.lab.recorder import Loaded, Recorder
 from hydraspec.lab.rounds import Measurement
+from hydraspec.lab.workload_size import limit_warnings, workload_size
 from hydraspec.metrics.files import Json
 from hydraspec.metrics.formats import KEY
+from hydraspec.metrics.run_facts import RunFacts, WorkloadSize
 from hydraspec.metrics.sinks import Side
-from hydraspec.metrics.summary import Lossless, RunFacts
+from hydraspec.metrics.summary import Lossless
 from hydraspec.types import NotFiniteError, WorkloadError
 from hydraspec.workloads import generated
 from hydraspec.workloads import reading as workloads
@@ -154,7 +156,8 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             tracker.wait_until_ready()
         num_arriving = sum(request.after is None for request in workload.requests)
         arrivals = _arrivals(config).warnings(num_arriving, len(engines))
-        for warning in (*arrivals, *expected.warnings):
+        limits = limit_warnings(config, workload)
+        for warning in (*arrivals, *expected.warnings, *limits):
             log.warning(warning)
             workload.warnings.append(warning)
             logged.append(warning)
@@ -167,14 +170,15 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             expected=expected,
             tracker=tracker,
             decode=positions.decoder(config),
-            facts=partial(_facts, load_s, loaded_at),
+            facts=partial(_facts, load_s, loaded_at, workload_size(config, workload)),
         )
 
 
-def _facts(load_s: float, loaded_at: float, info: EngineInfo) -> RunFacts:
+def _facts(load_s: float, loaded_at: float, size: WorkloadSize, info: EngineInfo) -> RunFacts:
     """The run's facts now; `loaded_at`: time.perf_counter() once the engine was loaded."""
     return {
         "num_threads": torch.get_num_threads(),
+        "workload_size": size,
         "max_memory_bytes": info.max_memory_bytes or info.memory_bytes,
         "memory_bytes": {**info.memory_bytes, "peak_rss": environment.peak_rss_bytes()},
         "load_s": load_s,

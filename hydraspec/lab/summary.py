@@ -19,6 +19,7 @@ from hydraspec.metrics.files import Json, plain
 from hydraspec.metrics.grammars import Grammars
 from hydraspec.metrics.latency import Limits, by_turn, goodput, latencies, percentiles
 from hydraspec.metrics.meter import Meter, cost_ratio, finished_pairs, measured_speedup, speedup
+from hydraspec.metrics.run_facts import RunFacts
 from hydraspec.metrics.sinks import OF_BASELINE, request_row
 from hydraspec.metrics.step_costs import CostRatio
 from hydraspec.metrics.summary import (
@@ -29,7 +30,6 @@ from hydraspec.metrics.summary import (
     Counts,
     Lossless,
     PrefixCache,
-    RunFacts,
     Settings,
     Speed,
     Status,

@@ -11,6 +11,7 @@ from typing import Literal, NotRequired, TypedDict
 
 from hydraspec.metrics.grammars import Grammars
 from hydraspec.metrics.kv_agreement import KVCacheAgreement
+from hydraspec.metrics.run_facts import RunFacts
 from hydraspec.metrics.survival import DraftSurvival
 
 SCHEMA_VERSION = 1
@@ -299,16 +300,6 @@ class Settings(TypedDict):
     quantization: Quantization
     grammars: NotRequired[Grammars | None]  # runs of earlier versions lack it
     draft_spec: dict[str, object] | None
-
-
-class RunFacts(TypedDict):
-    """Facts known to the run, but to no meter and no configuration."""
-
-    num_threads: int
-    memory_bytes: dict[str, int]
-    max_memory_bytes: dict[str, int]
-    load_s: float
-    run_s: float
 
 
 class Prediction(TypedDict):

@@ -140,7 +140,7 @@ def _against_reference(group: Group) -> Verdict:
     figure, title = other.against(group.by), other.job.title
     if figure is None:
         return Verdict(kind="", about="", sentence=f"{title} cannot be compared with {reference}.")
-    kind, relation, use = HEADLINES[figure.says]
+    kind, relation, use = HEADLINES[group.says(other)]
     return Verdict(
         kind=kind,
         about=f"Against the reference, {reference}",

@@ -3,27 +3,29 @@ drafts, which K beyond those tried is worth a run, and the next command."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
-
-import numpy as np
 
 from hydraspec.metrics.draft_figures import draft_share
 from hydraspec.metrics.draft_lengths import drafts_of
 from hydraspec.metrics.paired import PairedRatio
 from hydraspec.metrics.summary import Interval
+from hydraspec.study.beyond import Beyond, Predicted, beyond_the_edge
 from hydraspec.study.blocks import Kind
+from hydraspec.study.next_command import (
+    more_prompts,
+    plain_command,
+    prompts_left,
+    run_command,
+    sweep_command,
+)
 from hydraspec.study.pairs import ALL
-from hydraspec.study.ranking import Group, JobFigures
-from hydraspec.study.settings import config_dir, typed_settings
+from hydraspec.study.ranking import Group, JobFigures, worth_asking
 from hydraspec.study.texts import ci_words, percent, some_of
 
 SMALLEST_EFFECT = 0.03  # share of the speed: jobs that differ by less are equally good
 SETTING = "metrics.smallest_effect"
-K = "method.num_speculative_tokens"
-NO_MORE = 1_000_000  # prompts: a larger number needed is not reported
 
 
 class Choice(TypedDict):
@@ -47,14 +49,6 @@ class AnswerRecord(Choice):
     next: str
 
 
-@dataclass(slots=True, frozen=True)
-class Predicted:
-    """A K beyond those tried, and the speedup that is predicted for it."""
-
-    num_drafts: int
-    speedup: float
-
-
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Decision:
     """The answer for a group, with the jobs and figures that it is based on.
@@ -65,12 +59,12 @@ class Decision:
         is_worth_it: True or False where `best` is significantly faster or slower than no drafts;
             None where this cannot be told.
         as_good: jobs with drafts that are slower than `best` by at most `smallest`.
-        maybe: other jobs that may be as good: the intervals of their speedups / that of `best`
-            reach to 1 - `smallest`.
+        maybe: other jobs that may be as good: those that the ranking cannot tell from `best`.
+        hopeless: those of `maybe` that no number of prompts worth asking for tells from `best`.
         slower: jobs with drafts that are significantly slower than no drafts.
-        num_more: further prompts that would settle the answer; None for none, or above NO_MORE.
-        edge: words that `best` has the largest or the smallest K tried; None if it has neither.
-        predicted: the best K beyond that edge; None if no such K is worth trying.
+        num_more: further prompts that would settle the answer, as the table of jobs has them; None
+            where none would, or more than are worth asking for.
+        beyond: what lies beyond the K that were tried; None unless `best` is at their edge.
     """
 
     best: JobFigures
@@ -78,10 +72,10 @@ class Decision:
     is_worth_it: bool | None
     as_good: Sequence[JobFigures]
     maybe: Sequence[JobFigures]
+    hopeless: Sequence[JobFigures]
     slower: Sequence[JobFigures]
     num_more: int | None
-    edge: str | None
-    predicted: Predicted | None
+    beyond: Beyond | None
 
     @property
     def kind(self) -> Kind:
@@ -89,7 +83,8 @@ class Decision:
         return {True: "good", False: "bad", None: ""}[self.is_worth_it]  # type: ignore[return-value]
 
     @property
-    def _share(self) -> str:
+    def share(self) -> str:
+        """The smallest effect as text, such as "3 %"."""
         return f"{100 * self.smallest:g} %"
 
     def sentences(self) -> Iterator[str]:
@@ -97,7 +92,7 @@ class Decision:
         best, speed = self.best, self.best.speedups[ALL]
         assert speed is not None
         figures = f"{speed['mean']:.2f}x{ci_words(speed['ci95'])}"
-        within = f"within {self._share}"
+        within = f"within {self.share}"
         if self.is_worth_it:
             yield (
                 f"Use {name(best, ' with ')}: {figures}. As good {within}: {_names(self.as_good)}. "
@@ -114,10 +109,9 @@ class Decision:
         if self.maybe and self.is_worth_it:
             yield f"May be as good: {_names(self.maybe)}."
         if self.num_more:
-            prompts = "prompt" if self.num_more == 1 else "prompts"
-            yield f"About {self.num_more:,} more {prompts} would settle that."
-        if (beyond := self._beyond()) is not None:
-            yield beyond
+            yield self._settled()
+        if self.beyond is not None:
+            yield self.beyond.sentence(self.share)
         yield f"Next: {self.next_command()}"
 
     def _why(self) -> str:
@@ -131,38 +125,38 @@ class Decision:
             f"{length['mean'] / speed['mean']:.2f} steps without drafts{drafting}"
         )
 
-    def _beyond(self) -> str | None:
-        if self.edge is None:
-            return None
-        end = f"{self.edge} that was tried"
-        if self.predicted is None:
-            return f"{end}; no K beyond is predicted to gain {self._share} more."
-        return (
-            f"{end}: {self.predicted.speedup:.2f}x is predicted for K={self.predicted.num_drafts}."
-        )
+    @property
+    def edge(self) -> str | None:
+        """Words that `best` has the largest or the smallest K tried, or the largest that there
+        is; None if it has none of these."""
+        return self.beyond.edge if self.beyond else None
+
+    @property
+    def predicted(self) -> Predicted | None:
+        """The best K beyond that edge; None if no such K is worth trying."""
+        return self.beyond.predicted if self.beyond else None
+
+    def _settled(self) -> str:
+        """Sentence on the prompts that would settle the answer, and on how many there are."""
+        assert self.num_more
+        prompts = "prompt" if self.num_more == 1 else "prompts"
+        is_partial = self.hopeless and self.is_worth_it
+        what = f"all but {_names(self.hopeless)}" if is_partial else "that"
+        left = prompts_left(self.best.job)
+        lacks = left is not None and left < self.num_more
+        end = f"; the workload has {left:,} more" if left else "; the workload has no more"
+        return f"About {self.num_more:,} more {prompts} would settle {what}{end * lacks}."
 
     def next_command(self) -> str:
         """The command of the sweep that settles the answer, or of the best job's run."""
-        best, typed = self.best, typed_settings(self.best.job.folder)
-        shared = [f"{key}={value}" for key, value in typed.items() if key not in ("method", K)]
-        shared = [*config_dir(best.job.folder), *shared]
-        method, drafts = best.job.summary["method"], drafts_of(best.job.summary)
-        if self.predicted is not None:
-            values = f"{drafts},{self.predicted.num_drafts}"
-            words = ["-m", f"method=none,{method}", f"{K}={values}", *shared]
-        elif self.num_more:
-            rivals = [best, *self.maybe]
-            methods = dict.fromkeys(["none", *(each.job.summary["method"] for each in rivals)])
-            tried = sorted({str(drafts_of(each.job.summary)) for each in rivals})
-            shared = [one for one in shared if not one.startswith("workload.limit=")]
-            limit = f"workload.limit={best.job.summary['num_requests'] + self.num_more}"
-            words = ["-m", f"method={','.join(methods)}", f"{K}={','.join(tried)}", *shared, limit]
-        elif self.is_worth_it:
-            shared = [one for one in shared if not one.startswith("workload.limit=")]
-            words = [f"method={method}", f"{K}={drafts}", *shared]
-        else:
-            words = ["method=none", *shared]
-        return " ".join(["python -m hydraspec", *map(shlex.quote, words)])
+        best, more = self.best.job, None
+        if self.num_more:
+            more = more_prompts(best, self.num_more)
+        if self.predicted or more:
+            rivals = [each.job for each in self.maybe] if more else []
+            beyond = self.predicted.num_drafts if self.predicted else None
+            return sweep_command(best, rivals, beyond=beyond, more=more)
+        return run_command(best) if self.is_worth_it or self.num_more else plain_command(best)
 
     def record(self) -> AnswerRecord:
         """The record of the answer for compare.json."""
@@ -208,29 +202,42 @@ def _decided(group: Group) -> Decision | None:
     low, high = (best.speedups[ALL] or {"ci95": None})["ci95"] or (0.0, float("inf"))
     worth = True if low > 1 else False if high < 1 else None
     others = [each for each in drafting if each is not best]
-    as_good = [each for each in others if each.speedup >= (1 - smallest) * best.speedup]
-    ratios = [(each, to_best(each, best, group)) for each in others if each not in as_good]
-    maybe = [each for each, found in ratios if found is not None and _reaches(found, 1 - smallest)]
-    needed = [
-        found.num_more_needed() or 0
-        for each, found in ratios
-        if found is not None and each in maybe
-    ]
-    if worth is None and best.gain is not None:
-        needed = [best.gain.num_more_needed() or 0]
-    more = max(needed, default=0)
-    edge, predicted = beyond_the_edge(best, drafting, smallest) if worth else (None, None)
+    as_good = [each for each in others if _share_of(each, best, group) >= 1 - smallest]
+    maybe = [each for each in others if each not in as_good and not _is_told(each, best, group)]
+    needed = {each.job.name: group.num_more(_row(each, best, group)) for each in maybe}
+    numbers = [needed[each.job.name] for each in maybe]
+    if worth is None:
+        numbers = [worth_asking(best.gain)]
+    elif not worth:
+        numbers = []
     return Decision(
         best=best,
         smallest=smallest,
         is_worth_it=worth,
         as_good=as_good,
         maybe=maybe,
+        hopeless=[each for each in maybe if not needed[each.job.name]],
         slower=[each for each in drafting if _is_slower(each)],
-        num_more=more if 0 < more <= NO_MORE else None,
-        edge=edge,
-        predicted=predicted,
+        num_more=max(filter(None, numbers), default=None),
+        beyond=beyond_the_edge(best, drafting, smallest) if worth else None,
     )
+
+
+def _row(each: JobFigures, best: JobFigures, group: Group) -> JobFigures | None:
+    """The job whose row of the ranking compares `each` with `best`; None where none does."""
+    return each if group.reference is best else best if group.reference is each else None
+
+
+def _is_told(each: JobFigures, best: JobFigures, group: Group) -> bool:
+    """Returns whether the ranking tells the two jobs apart, or does not compare them."""
+    row = _row(each, best, group)
+    return row is None or group.says(row) != "cannot_tell"
+
+
+def _share_of(each: JobFigures, best: JobFigures, group: Group) -> float:
+    """Speedup of `each` / speedup of `best`, paired where the ranking compares them."""
+    found = to_best(each, best, group)
+    return each.speedup / best.speedup if found is None or found.ratio is None else found.ratio
 
 
 def smallest_effect(each: JobFigures) -> float:
@@ -255,55 +262,6 @@ def to_best(each: JobFigures, best: JobFigures, group: Group) -> PairedRatio | N
     low, high = figure.ratio.ci95 or (0.0, 0.0)
     ci95 = (1 / high, 1 / low) if low > 0 else None
     return replace(figure.ratio, ratio=1 / figure.ratio.ratio, ci95=ci95)
-
-
-def _reaches(found: PairedRatio, least: float) -> bool:
-    return found.ci95 is not None and found.ci95[1] >= least
-
-
-def beyond_the_edge(
-    best: JobFigures, jobs: Sequence[JobFigures], smallest: float
-) -> tuple[str | None, Predicted | None]:
-    """Words on the best job's K if this is the largest or the smallest K tried ("K=5 is the
-    largest"), else None; and the K beyond with the highest predicted speedup, None if that gains
-    less than `smallest`.
-
-    The prediction lets a step's cost grow with K at the fitted rate of the K tried, and lets each
-    further position be accepted, given the one before, at the rate of the last position measured.
-    """
-    family = {
-        k: each
-        for each in jobs
-        if each.job.summary["method"] == best.job.summary["method"]
-        and isinstance(k := drafts_of(each.job.summary), int)
-        and each.lengths[ALL]
-    }
-    k = drafts_of(best.job.summary)
-    if not isinstance(k, int) or k not in family or len(family) < 2:
-        return None, None
-    if k == max(family):
-        edge, beyond = f"K={k} is the largest", range(k + 1, 2 * k + 3)
-    elif k == min(family) > 1:
-        edge, beyond = f"K={k} is the smallest", range(1, k)
-    else:
-        return None, None
-    costs = {at: _length(each) / each.speedup for at, each in family.items()}
-    slope = max(0.0, float(np.polyfit(list(costs), list(costs.values()), 1)[0]))
-    accepted = [rate or 0.0 for rate in best.by_position]
-    last = accepted[-1] / accepted[-2] if len(accepted) > 1 and accepted[-2] else accepted[-1]
-    while len(accepted) < beyond[-1]:
-        accepted.append(accepted[-1] * last)
-    found = [
-        Predicted(at, (1 + sum(accepted[:at])) / max(costs[k] + slope * (at - k), 1e-9))
-        for at in beyond
-    ]
-    top = max(found, key=lambda one: one.speedup)
-    return edge, top if top.speedup > (1 + smallest) * best.speedup else None
-
-
-def _length(each: JobFigures) -> float:
-    length = each.lengths[ALL]
-    return length["mean"] if length else 1.0
 
 
 def name(each: JobFigures, between: str = " ") -> str:

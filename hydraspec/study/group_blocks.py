@@ -16,6 +16,7 @@ from hydraspec.study.charts import (
     curves,
     stacked_bars,
 )
+from hydraspec.study.decision import decide
 from hydraspec.study.pairs import ALL
 from hydraspec.study.ranking import BEST, EQUAL, Group, JobFigures
 from hydraspec.study.speedups import MAX_BARS, bar_labels, drafter_colors, kind_of
@@ -24,7 +25,8 @@ from hydraspec.study.words import drift_words, verdicts
 
 _TOLD = (
     f"{EQUAL}: cannot be told from it (paired bootstrap over requests, Holm's correction over "
-    "pairs of jobs, 5 %; the intervals are of single comparisons)."
+    "pairs of jobs, 5 %; the intervals are of single comparisons, and that of the speedup decides "
+    "against none)."
 )
 NOTE = f"{BEST}: the highest speedup, each job against its own baseline; {_TOLD}"
 NOTE_OF_SPEEDS = (
@@ -41,7 +43,6 @@ NOTE_OF_CATEGORIES = (
     f"{BEST}: the highest speedup of the category. better, worse: told from the reference's there "
     "(Holm's correction over jobs and categories, 5 %); all others cannot be."
 )
-MOST_MORE = 100  # times the prompts of a comparison: more prompts than this are not asked for
 SLOWEST = ("request", "category", "ratio", "acceptance length", "of the reference")
 Column = tuple[str, Callable[[JobFigures], str]]  # heading, and a job's cell
 
@@ -149,16 +150,24 @@ def _against(one: JobFigures, group: Group) -> str:
 
 
 def _difference(one: JobFigures, group: Group) -> str:
-    """Cell on whether a job is better or worse than the reference, or how many more prompts would
-    tell."""
-    versus = one.against(group.by)
-    if one is group.reference or versus is None:
+    """Cell on whether a job is better or worse than the reference, or as good by the answer, or how
+    many more prompts would tell, as the answer has them."""
+    if one is group.reference or one.against(group.by) is None:
         return "-"
-    more = versus.ratio.num_more_needed(versus.level)
-    if versus.says != "cannot_tell":
-        return versus.says
-    is_useful = more and more <= MOST_MORE * versus.ratio.num_requests
-    return f"{more:,} more prompts" if is_useful else "cannot tell"
+    is_told, says = (told := group.says(one)) != "cannot_tell", told.replace("_", " ")
+    if within := _within(one, group):
+        return f"{says}, {within}" if is_told else within
+    more = None if is_told else group.num_more(one)
+    return says if not more else f"{more:,} more prompt{'' if more == 1 else 's'}"
+
+
+def _within(one: JobFigures, group: Group) -> str:
+    """Words that the answer counts the job as good as the reference, such as "within 3 %"; empty if
+    it does not."""
+    answer = decide(group)
+    if answer is None or answer.best is not group.reference or one not in answer.as_good:
+        return ""
+    return f"within {answer.share}"
 
 
 def _has_drafting(one: JobFigures) -> bool:
@@ -237,7 +246,10 @@ def by_category(group: Group, *, brief: bool = False) -> Block | None:
     best = {scope: max(group.jobs, key=lambda one: _speedup(one, scope)) for scope in scopes}
     lines = [
         Line(
-            cells=[one.job.title, *(_told(one, scope, best, brief) for scope in scopes)],
+            cells=[
+                one.job.title,
+                *(_told(one, scope, group, best[scope], brief) for scope in scopes),
+            ],
             kind=kind_of(one, group),
         )
         for one in group.jobs
@@ -256,12 +268,14 @@ def _speedup(one: JobFigures, scope: str) -> float:
     return found["mean"] if found else 0.0
 
 
-def _told(one: JobFigures, scope: str, best: Mapping[str, JobFigures], brief: bool) -> str:
+def _told(one: JobFigures, scope: str, group: Group, best: JobFigures, brief: bool) -> str:
     """Cell of a category, with a mark for the highest speedup, and what is told from the
     reference's."""
-    mark = f"{BEST} " if one is best[scope] and _speedup(one, scope) else ""
+    mark = f"{BEST} " if one is best and _speedup(one, scope) else ""
     versus = one.against("speedup", scope)
-    says = "" if versus is None or versus.says == "cannot_tell" else f", {versus.says}"
+    is_ranked = scope == ALL and group.by == "speedup"
+    told = "cannot_tell" if versus is None else group.says(one) if is_ranked else versus.says
+    says = "" if told == "cannot_tell" else f", {told}"
     return f"{mark}{_both(one, scope, brief)}{says}"
 
 

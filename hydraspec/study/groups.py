@@ -36,7 +36,10 @@ READ = (  # keys of summary.json that reports, comparisons, gates and replays re
     *("time_per_output_token_ms", "baseline", "warnings"),
 )
 # Keys that are read too, and that summaries of earlier versions lack.
-READ_IF_PRESENT = ("acceptance_by_output_place", "teacher_forced", "parallelism")
+READ_IF_PRESENT = (
+    *("acceptance_by_output_place", "teacher_forced", "parallelism", "draft_spec"),
+    "workload_size",
+)
 LOAD = ("concurrency", "request_rate", "burstiness", "goodput")  # keys of the workload group
 CONDITIONS = ("target", "sampling", "workload")  # config groups that say what is asked for
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hydraspec.metrics.assessment import as_interval
-from hydraspec.metrics.paired import PairedRatio
+from hydraspec.metrics.paired import LEVEL, PairedRatio
 from hydraspec.metrics.statistics import ratio
 from hydraspec.metrics.summary import AcceptanceLength, Baseline, Interval, Length, Summary
 from hydraspec.study.job_costs import JobCosts, job_costs
@@ -24,6 +24,7 @@ from hydraspec.study.pairs import (
     Measure,
     RankedBy,
     RequestFigures,
+    Says,
     accuracy,
     corrected,
     figures,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 BEST, EQUAL = "*", "="  # marks: the best job, and jobs that cannot be told from it
 NUM_SLOWEST = 10  # requests listed for each job
+MOST_MORE = 1000  # times the prompts of a comparison: more prompts than this are not asked for
 DRIFT = 1.1  # fastest / slowest baseline, beyond which drift is reported
 ByScope = Mapping[str, Interval | None]  # ALL or a category → a figure
 
@@ -211,6 +213,38 @@ class Group:
         """The settings that tell the group from others; empty for the only group."""
         return ", ".join(part for part in (self.family, self.load, self.setup) if part)
 
+    def says(self, each: JobFigures) -> Says:
+        """Verdict on a job against the reference, by the measure that ranks. A speedup is over
+        decoding without drafts: against that the interval of the drafting job's own speedup
+        decides, as it does for the answer."""
+        drafting = self._against_plain(each)
+        if drafting is None:
+            found = each.against(self.by)
+            return "cannot_tell" if found is None else found.says
+        speed = drafting.speedups[ALL]
+        low, high = (speed and speed["ci95"]) or (0.0, float("inf"))
+        if low <= 1 <= high:
+            return "cannot_tell"
+        return "better" if (low > 1) == (drafting is each) else "worse"
+
+    def num_more(self, each: JobFigures | None) -> int | None:
+        """Further prompts that would tell a job from the reference; None for none, where it is told
+        already, or where they are too many to ask for."""
+        if each is None or self.says(each) != "cannot_tell":
+            return None
+        drafting, found = self._against_plain(each), each.against(self.by)
+        if drafting is not None:
+            return worth_asking(drafting.gain)
+        return None if found is None else worth_asking(found.ratio, found.level)
+
+    def _against_plain(self, each: JobFigures) -> JobFigures | None:
+        """Of a job and the reference the one with drafts, if speedups rank and the other decodes
+        without; else None."""
+        if self.reference is None or self.by != "speedup":
+            return None
+        pair = [one for one in (each, self.reference) if not one.job.is_plain]
+        return pair[0] if len(pair) == 1 else None
+
     @property
     def others(self) -> list[JobFigures]:
         """All jobs but the reference."""
@@ -229,6 +263,13 @@ class Group:
         ends = [(min(group, key=_baseline), max(group, key=_baseline)) for group in groups.values()]
         worst = max(ends, key=lambda pair: _baseline(pair[1]) / _baseline(pair[0]), default=None)
         return worst if worst and _baseline(worst[1]) > DRIFT * _baseline(worst[0]) else None
+
+
+def worth_asking(found: PairedRatio | None, level: float = LEVEL) -> int | None:
+    """Further prompts that would tell a ratio from 1 at a significance level; None for none, or for
+    more than MOST_MORE times those that there are."""
+    more = None if found is None else found.num_more_needed(level)
+    return more if found and more and more <= MOST_MORE * found.num_requests else None
 
 
 def _baseline(each: JobFigures) -> float:
@@ -268,24 +309,13 @@ def rank(jobs: Sequence[Job], *, reference: Job | None = None, by: RankedBy = "s
         if each is not against:
             each.versus = versus[each.job.name]
             each.slowest = slowest_requests(each.job, against.job, count=NUM_SLOWEST)
+    group = Group(jobs=made, by=by, reference=against, has_costs=costs is not None)
     if against is best:
-        for each in made:
-            each.told_from_best = _is_told(each, by) or (by == "speedup" and _loses(each, best))
+        for each in group.others:
+            each.told_from_best = group.says(each) != "cannot_tell"
     elif len(made) == 2:
-        against.told_from_best = _is_told(best, by)
-    return Group(jobs=made, by=by, reference=against, has_costs=costs is not None)
-
-
-def _is_told(each: JobFigures, by: RankedBy) -> bool:
-    found = each.against(by)
-    return found is not None and found.says != "cannot_tell"
-
-
-def _loses(each: JobFigures, best: JobFigures) -> bool:
-    """Returns whether a job without drafts is slower than the best one, as the best job's own
-    interval says: its speedup is over decoding without drafts."""
-    speed = best.speedups[ALL]
-    return bool(each.job.is_plain and speed and speed["ci95"] and speed["ci95"][0] > 1)
+        against.told_from_best = group.says(best) != "cannot_tell"
+    return group
 
 
 def _mean(found: Interval | None) -> float:

@@ -40,6 +40,7 @@ class Workload:
     requests: list[Request]
     places: dict[str, str]  # request id -> "file:line"
     num_lines: int = 0  # lines read; a line with turns has several requests
+    num_lines_in_all: int | None = None  # those beyond workload.limit too; None: not known
     warnings: list[str] = field(default_factory=list)
 
     def with_place(self, error: WorkloadError) -> WorkloadError:
@@ -114,11 +115,14 @@ def read(config: RunConfig) -> Workload | None:
     makes_turns = config.workload.name == "multi_turn"
     limit = num_turns_in_all(config) if makes_turns else config.workload.limit
     found = _lines(config)
+    left: int | None = 0
     for place, line in found.lines:
         if workload.num_lines == limit:
+            left = found.num_left(line)
             break
         if line.strip():
             _add(workload, place, line, config, found.folder)
+    workload.num_lines_in_all = None if left is None else workload.num_lines + left
     if not workload.requests:
         raise WorkloadError(f"{found.name}: there is no request in it; write a JSON object a line")
     workload.warnings = found.warnings + _overridden(config.sampling, workload.requests)
@@ -134,12 +138,31 @@ def read(config: RunConfig) -> Workload | None:
 @dataclass(slots=True, frozen=True)
 class _Lines:
     """A workload's name for messages, its lines with their places, warnings, and the folder of its
-    file."""
+    file.
+
+    Attributes:
+        not_encoded: the entries that `lines` takes its lines from, if each is a line.
+        has_end: whether the lines can be counted; a function may yield them for ever.
+    """
 
     name: str
     lines: Iterator[tuple[str, bytes]]
     warnings: list[str] = field(default_factory=list)
     folder: Path | None = None
+    not_encoded: Iterator[object] | None = None
+    has_end: bool = True
+
+    def num_left(self, line: bytes) -> int | None:
+        """Lines with a request that are left, `line` included, which was taken already; None where
+        they cannot be counted, or not be read."""
+        if not self.has_end:
+            return None
+        if self.not_encoded is None:
+            return sum(bool(each.strip()) for each in (line, *(other for _, other in self.lines)))
+        try:
+            return 1 + sum(1 for _ in self.not_encoded)
+        except WorkloadError:
+            return None
 
 
 def _lines(config: RunConfig) -> _Lines:
@@ -156,10 +179,12 @@ def _lines(config: RunConfig) -> _Lines:
             found = published.records(name, content)
             made = published.FORMATS[size.name](size, found, workload_files.of_shots)
             encoded = ((place, json.dumps(line).encode()) for place, line in made)
-            return _Lines(name, encoded, published.left_out(size, found))
+            warnings = published.left_out(size, found)
+            return _Lines(name, encoded, warnings, not_encoded=made)
         lines, folder = iter(content.split(b"\n")), workload_files.folder_of(size)
     places = ((f"{name}:{i}", line) for i, line in enumerate(lines, start=1))
-    return _Lines(name, places, folder=folder)
+    has_end = added is None and size.name != DRAWN
+    return _Lines(name, places, folder=folder, has_end=has_end)
 
 
 def _unread_mode(config: SamplingConfig, requests: Sequence[Request]) -> list[str]:

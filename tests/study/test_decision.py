@@ -5,52 +5,27 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-from studied_runs import configure, copied, diverge, edit, edit_rows
+from studied_runs import configure, copied, diverge
+from studied_sweeps import of_drafts, pace, sized
 
 from hydraspec.cli.flags import read_keys
 from hydraspec.cli.overrides import with_config_dir
 from hydraspec.compare import main as compare
+from hydraspec.study import group_blocks
 from hydraspec.study.compare import compared
-from hydraspec.study.decision import Decision, decide, to_best
+from hydraspec.study.decision import Decision, decide, name, to_best
 from hydraspec.study.pairs import ALL
+from hydraspec.study.ranking import EQUAL, Group
 from hydraspec.study.sweep import compare as compare_sweep
 from hydraspec.study.sweep import read
-
-DRAFTS = 100  # verifications of each request
 
 
 @pytest.fixture
 def sweep(studied: Path) -> Path:
     """Jobs 0 and 1 of K=3, and 2 without drafts."""
     return studied
-
-
-def pace(run: Path, speedup: float, *, spread: float = 0.01) -> None:
-    """A run so many times as fast as its baseline in every request, give or take `spread`."""
-    number = iter(range(1000))
-
-    def change(row: dict[str, Any]) -> None:
-        wobble = 1 + spread * (-1) ** next(number)
-        row["decode_ms"] = row["baseline"]["decode_ms"] / speedup * wobble
-        row["num_drafts"] = DRAFTS
-        k = len(row["accepted_per_position"])
-        row["accepted_per_position"] = [90 - 10 * i for i in range(k)]
-
-    edit_rows(run, change)
-
-
-def of_drafts(run: Path, k: int, speedup: float) -> Path:
-    """A job of gemma4_mtp with K drafts."""
-    configure(run, method__num_speculative_tokens=k, method__name="gemma4_mtp")
-    edit(run, num_speculative_tokens=k, method="gemma4_mtp")
-    typed = ["method=gemma4_mtp", f"method.num_speculative_tokens={k}", "workload.limit=6"]
-    (run / "overrides.yaml").write_text("".join(f"- {one}\n" for one in typed), encoding="utf-8")
-    edit_rows(run, lambda row: row.update(accepted_per_position=[0] * k))
-    pace(run, speedup)
-    return run
 
 
 def decided(sweep: Path) -> Decision:
@@ -115,8 +90,8 @@ def test_the_smallest_effect_is_a_key_and_an_option(
 
 
 def test_what_cannot_be_told_says_how_many_prompts_would(sweep: Path) -> None:
-    pace(sweep / "0", 1.1, spread=0.4)
-    pace(sweep / "1", 0.9, spread=0.4)
+    pace(sized(sweep / "0"), 1.1, spread=0.4)
+    pace(sized(sweep / "1"), 0.9, spread=0.4)
     found = decided(sweep)
     assert found.is_worth_it is None
     assert found.num_more
@@ -185,3 +160,103 @@ def test_a_job_whose_outputs_are_not_the_targets_is_no_answer(sweep: Path) -> No
     pace(sweep / "1", 1.5)
     diverge(sweep / "0")
     assert decided(sweep).best.job.name == "1"
+
+
+# ---------------------------------------------------------------- the answer and the table
+
+
+def cells(group: Group) -> dict[str, str]:
+    """The cell "difference" of each job in the table of jobs."""
+    table = group_blocks.jobs(group).table
+    assert table is not None
+    column = list(table.header).index("difference")
+    return {line.link.name: line.cells[column] for line in table.lines if line.link is not None}
+
+
+@pytest.fixture
+def noisy(sweep: Path) -> Group:
+    """Five jobs with drafts of different noise, and one without drafts, which is slower."""
+    pace(sized(sweep / "0"), 1.9, spread=0.1)
+    pace(sweep / "1", 1.6, spread=0.25)
+    for job, speedup, spread in (("3", 1.5, 0.02), ("4", 1.3, 0.35), ("5", 1.2, 0.01)):
+        made = copied(sweep / "1", job, seed=0, method__draft_sampling=job)
+        pace(made, speedup, spread=spread)
+    (group,) = read(sweep).groups
+    return group
+
+
+def test_the_answer_names_each_job_that_the_table_marks_as_equal(noisy: Group) -> None:
+    """Catches an answer by single intervals beside a table by intervals of all pairs."""
+    found = decide(noisy)
+    assert found is not None
+    assert found.is_worth_it
+    marked = {each.job.name for each in noisy.jobs if each.mark == EQUAL}
+    assert len(marked) > 1
+    assert marked == {each.job.name for each in (*found.as_good, *found.maybe)}
+    record = found.record()
+    named = [each["speedup"] for each in record["may_be_as_good"]]
+    assert named == [each.speedups[ALL] for each in found.maybe]
+    assert all(name(each) in record["sentence"] for each in found.maybe)
+
+
+def test_answer_and_table_have_one_number_of_prompts(noisy: Group) -> None:
+    """Catches a level for one comparison in the answer, beside the table's for all pairs."""
+    found = decide(noisy)
+    assert found is not None
+    assert found.num_more
+    texts = cells(noisy)
+    numbers = {
+        job: int(text.partition(" ")[0].replace(",", ""))
+        for job, text in texts.items()
+        if text.endswith(" more prompts")
+    }
+    rivals = {each.job.name for each in found.maybe} - {each.job.name for each in found.hopeless}
+    assert numbers.keys() == rivals
+    assert found.num_more == max(numbers.values()) == found.record()["num_more_needed"]
+    assert f"About {found.num_more:,} more prompts would settle" in found.record()["sentence"]
+    (rival,) = (each for each in found.maybe if numbers.get(each.job.name) == found.num_more)
+    versus = rival.against("speedup")
+    assert versus is not None
+    assert versus.ratio.num_more_needed() != found.num_more, "the levels differ here"
+
+
+def test_a_job_that_is_told_to_be_worse_may_not_be_as_good(sweep: Path) -> None:
+    """Catches "May be as good" beside "worse" in the table, for an interval that reaches 0.97."""
+    pace(sweep / "0", 1.8, spread=0.01)
+    pace(sweep / "1", 1.735, spread=0.025)
+    (group,) = read(sweep).groups
+    (other,) = (each for each in group.jobs if each.job.name == "1")
+    versus = other.against("speedup")
+    assert versus is not None
+    assert versus.ratio.ci95 is not None
+    assert versus.ratio.ratio < 0.97 < versus.ratio.ci95[1] < 1
+    found = decide(group)
+    assert found is not None
+    assert (list(found.maybe), list(found.as_good), found.num_more) == ([], [], None)
+    assert cells(group)["1"] == "worse"
+    pace(sweep / "1", 1.77, spread=0.011)
+    (group,) = read(sweep).groups
+    assert cells(group)["1"] == "worse, within 3 %", "the answer counts it as good"
+    pace(sweep / "1", 1.79, spread=0.1)
+    (group,) = read(sweep).groups
+    assert cells(group)["1"] == "within 3 %"
+
+
+def test_the_answer_and_the_row_without_drafts_agree(sweep: Path) -> None:
+    """Catches "Use eagle3" above a row of none that more prompts would tell, and two numbers."""
+    pace(sweep / "0", 1.6, spread=0.25)
+    for number in range(3, 11):
+        pace(copied(sweep / "1", str(number), seed=0, method__draft_sampling=str(number)), 0.9)
+    (group,) = read(sweep).groups
+    (plain,) = (each for each in group.jobs if each.job.is_plain)
+    versus = plain.against("speedup")
+    assert versus is not None
+    assert versus.says == "cannot_tell", "with the correction over all pairs"
+    assert cells(group)["2"] == "worse"
+    pace(sized(sweep / "0"), 1.1, spread=0.4)
+    pace(sweep / "1", 0.9)
+    (group,) = read(sweep).groups
+    found = decide(group)
+    assert found is not None
+    assert (found.is_worth_it, bool(found.num_more)) == (None, True)
+    assert cells(group)["2"] == f"{found.num_more:,} more prompts"

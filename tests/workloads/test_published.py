@@ -59,6 +59,19 @@ def test_gsm8k_questions(config: RunConfig, tmp_path: Path, as_array: bool) -> N
     assert content.endswith("after ####.")
 
 
+def test_entries_beyond_the_limit_are_counted(config: RunConfig, tmp_path: Path) -> None:
+    """Catches entries counted that are no question, and an unread one that cannot be read."""
+    path = written(tmp_path / "f", GSM8K)
+    config.workload = WorkloadConfig(name="gsm8k", path=path, limit=2, num_shots=1)
+    found = workloads.read(config)
+    assert found is not None
+    assert (found.num_lines, found.num_lines_in_all) == (2, 3)
+    config.workload.path = written(tmp_path / "g", [*GSM8K, {"question": 1, "answer": "#### 1"}])
+    found = workloads.read(config)
+    assert found is not None
+    assert (found.num_lines, found.num_lines_in_all) == (2, None)
+
+
 def test_gsm8k_examples_are_not_asked(config: RunConfig, tmp_path: Path) -> None:
     path = written(tmp_path / "f", GSM8K)
     first, second = read(config, "gsm8k", path, num_shots=2)

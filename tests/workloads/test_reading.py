@@ -205,6 +205,16 @@ def test_limit_reads_no_further(config: RunConfig, path: Path) -> None:
     assert len(read_lines(config, path, GOOD, "", GOOD, "{broken").requests) == 2
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, None])
+def test_lines_beyond_the_limit_are_counted(
+    config: RunConfig, path: Path, limit: int | None
+) -> None:
+    """Catches blank lines that count, and the line counted twice at which reading stops."""
+    config.workload.limit = limit
+    found = read_lines(config, path, GOOD, "", GOOD, "", GOOD, "")
+    assert (found.num_lines, found.num_lines_in_all) == (min(limit or 3, 3), 3)
+
+
 @pytest.mark.parametrize(
     ("line", "key"),
     [
