@@ -9,6 +9,7 @@ from typing import ClassVar
 from hydraspec_kernels.step_inputs import GroupTables, block_rows
 from torch import Tensor
 
+from hydraspec.config.schema import PerStep
 from hydraspec.errors import ConfigurationError
 from hydraspec.models.base import TargetModel
 from hydraspec.models.block_drafter.head import BlockHead
@@ -41,8 +42,10 @@ class BlockSpeculator(ParallelSpeculator):
         )
         most = head.config.most_drafts
         if method.most_drafts > most:
+            is_chosen = isinstance(method.num_speculative_tokens, PerStep)
+            key = "max_speculative_tokens" if is_chosen else "num_speculative_tokens"
             raise ConfigurationError(
-                f"method.num_speculative_tokens={method.most_drafts} is above what a block of "
+                f"method.{key}={method.most_drafts} is above what a block of "
                 f"drafter {checkpoint!r} holds (block_size {head.config.block_size})\n"
                 f"  allowed: 1 to {most}\n  to do: lower it, or choose another drafter"
             )

@@ -277,3 +277,11 @@ def test_jobs_that_fail_alike_say_it_once(
     assert said.count("is above what a block of drafter") == 1
     assert "job 1 fails as job 0\n" in said
     assert "job 2 fails as job 0\n" in said
+
+
+def test_more_drafts_than_a_block_holds_names_the_key_that_was_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    most = "method.num_speculative_tokens=auto method.max_speculative_tokens=9"
+    assert main(f"{QWEN} method=dflash {most} hydra.run.dir={tmp_path / 'run'}".split()) == 2
+    assert "method.max_speculative_tokens=9 is above what a block" in capsys.readouterr().err
