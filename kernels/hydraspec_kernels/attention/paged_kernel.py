@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydraspec_kernels.attention import tiling as cuts
-from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
+from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.splits_kernel import combine_splits
 from hydraspec_kernels.attention.tiles_kernel import (
     NO_KEY,
@@ -192,15 +192,9 @@ def paged_attention_kernel(
     cut, row_tiles = cuts.paged_tiling(shape, plan.max_rows, plan.num_requests, query.dtype), 0
     if plan.max_rows <= cuts.MOST_SPLIT_ROWS:
         row_tiles = triton.cdiv(cuts.queries_of(shape, plan.max_rows), cut.block_m)
-    partial = out
-    if cut.splits > 1:
-        partial = _space_for_sums(query, num_rows, shape, cut.splits)
     apart = cuts.splits_of_few(plan, query.dtype) > 1
     only = "many" if apart else "all"
-    _launch(out, partial, query, cache, kv_scales, plan, cut, row_tiles=row_tiles, only=only)
-    if cut.splits > 1:
-        block_d = min(128, triton.next_power_of_2(value_dim))
-        combine_splits(out, partial, plan, splits=cut.splits, block_d=block_d)
+    _attend(out, query, cache, plan, kv_scales, cut, row_tiles=row_tiles, only=only)
     if apart:
         attend_few_rows(out, query, cache, plan, kv_scales)
     return out
@@ -211,19 +205,36 @@ def attend_few_rows(
 ) -> None:
     """Computes the rows of out [T, Hq * H] of the requests with at most FEW_ROWS rows, whose keys
     are divided; other rows are left alone."""
-    shape, cut = plan.shape, cuts.few_rows_tiling(plan, query.dtype)
+    cut = cuts.few_rows_tiling(plan, query.dtype)
     assert cut.splits > 1
-    partial = _space_for_sums(query, plan.num_requests * cuts.FEW_ROWS, shape, cut.splits)
-    row_tiles = triton.cdiv(cuts.queries_of(shape, cuts.FEW_ROWS), cut.block_m)
-    _launch(out, partial, query, cache, kv_scales, plan, cut, row_tiles=row_tiles, only="few")
-    block_d = min(128, triton.next_power_of_2(shape.head_dim))
-    combine_splits(out, partial, plan, splits=cut.splits, block_d=block_d, few_rows=cuts.FEW_ROWS)
+    row_tiles = triton.cdiv(cuts.queries_of(plan.shape, cuts.FEW_ROWS), cut.block_m)
+    _attend(out, query, cache, plan, kv_scales, cut, row_tiles=row_tiles, only="few")
 
 
-def _space_for_sums(query: Tensor, num_rows: int, shape: GroupShape, splits: int) -> Tensor:
-    """Memory for the sums of so many rows."""
-    size = num_rows * shape.num_heads * splits * ((shape.latent_dim or shape.head_dim) + 2)
-    return torch.empty(size, dtype=torch.float32, device=query.device)
+def _attend(
+    out: Tensor,
+    query: Tensor,
+    cache: Tensor,
+    plan: DevicePlan,
+    kv_scales: Tensor | None,
+    cut: cuts.Tiling,
+    *,
+    row_tiles: int,
+    only: str,
+) -> None:
+    """Computes the rows of `only` some requests, and adds up splits; row_tiles: tiles of each
+    request, 0: they are looked up."""
+    shape, few_rows = plan.shape, cuts.FEW_ROWS if only == "few" else 0
+    value_dim = shape.latent_dim or shape.head_dim
+    partial = out
+    if cut.splits > 1:
+        rows = plan.num_requests * few_rows or query.shape[0]
+        size = rows * shape.num_heads * cut.splits * (value_dim + 2)
+        partial = torch.empty(size, dtype=torch.float32, device=query.device)
+    _launch(out, partial, query, cache, kv_scales, plan, cut, row_tiles=row_tiles, only=only)
+    if cut.splits > 1:
+        block_d = min(128, triton.next_power_of_2(value_dim))
+        combine_splits(out, partial, plan, splits=cut.splits, block_d=block_d, few_rows=few_rows)
 
 
 def _launch(
@@ -238,8 +249,7 @@ def _launch(
     row_tiles: int,
     only: str,
 ) -> None:
-    """Launches the kernel for `only` some requests; row_tiles: tiles of each, 0: they are looked
-    up."""
+    """Launches the kernel; see `_attend`."""
     shape, num_rows, num_requests = plan.shape, query.shape[0], plan.num_requests
     group, value_dim = shape.num_heads // shape.num_kv_heads, shape.latent_dim or shape.head_dim
     rest = shape.head_dim - value_dim
