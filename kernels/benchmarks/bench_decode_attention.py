@@ -140,8 +140,8 @@ def chosen_tiling(case: Case) -> DecodeTiling:
 def swept(case: Case) -> list[DecodeTiling]:
     shape, found = case.shape, []
     chosen = chosen_tiling(case)
-    rows = tiling.block_queries(shape, case.rows)
-    for kilobytes, warps, stages in SWEPT:
+    sizes = {chosen.block_m, tiling.block_queries(shape, case.rows)}
+    for (kilobytes, warps, stages), rows in product(SWEPT, sizes):
         keys = kilobytes * 512 // shape.head_dim
         for times, apart in product(SWEPT_SPLITS, (False, True)):
             splits = min(
@@ -195,7 +195,8 @@ def measure(case: Case, sweep: bool) -> list[Measured]:
     found = []
     for cut in tried:
         note = f"{'transposed ' if cut.transposed else ''}N{cut.block_n} warps {cut.num_warps}"
-        note += f" stages {cut.num_stages} splits {cut.splits}{'+' if cut.adds_apart else ''}"
+        mark = "+" if cut.splits > 1 and cut.adds_apart else ""
+        note += f" stages {cut.num_stages} splits {cut.splits}{mark}"
         try:
             with tiled_by("decode_tiling", cut):
                 alone, layer = time_us(fused, sets), chain(fused) - base
