@@ -48,7 +48,8 @@ for name, rounded, one_row, scaled, size in json.loads(sys.argv[1]):
     fixed |= {"QUERIES": 4 if one_row else 16, "BLOCK_M": 16, "BLOCK_N": keys, "BLOCK_H": half}
     fixed |= {"BLOCK_NEW": 1 if one_row else 4, "BLOCK_V": size}
     fixed |= {"TRANSPOSED": scaled > 1, "ADDS": True}
-    fixed |= {"VALUE_DIM": size, "LATENT": False, "MASK": "causal", "ONLY": "all"}
+    fixed |= {"VALUE_DIM": size, "LATENT": False, "ONLY": "all"}
+    fixed |= {"MASK": "block" if rounded else "causal"}
     fixed |= {"SPLIT": True, "BLOCK_R": 0, "BLOCK_B": 0, "HAS_Q_NORM": True, "HAS_K_NORM": True}
     fixed |= {"HAS_CACHE": True, "HEADS": 4, "PADDED_HALF": half}
     fixed |= {"SPLITS": 4, "DTYPE": tl.bfloat16, "ROUNDED": rounded, "PREFETCHED": 16}

@@ -17,6 +17,7 @@ from attention_layers import MODELS as ATTENTION_MODELS
 from grids import in_turn, slow_unless
 from hydraspec_kernels.attention import attend_projection, counters, tiling
 from hydraspec_kernels.attention import decode_kernel as kernel
+from hydraspec_kernels.attention.plan import RowMask
 from hydraspec_kernels.attention.qkv_kernel import write_qkv_cuda
 from hydraspec_kernels.attention.reference import (
     attend_projection_reference,
@@ -71,6 +72,12 @@ CASES = {
     "values are raw keys": Case((2, 3), (40, 9), k_eq_v=True, value_norm=False),
     "no norms": Case((2, 3), (40, 9), head_norms=False, value_norm=False, scale=0.25),
     "a row a request needs no starts": Case((1, 1, 1), (30, 1, 0), starts=False, window=5),
+    "block": Case((4, 6, 1), (12, 70, 9), mask="block"),
+    "block, all of it new": Case((7,), (7,), mask="block"),
+    "block, several tiles": Case((9, 3), (21, 50), heads=8, kv_heads=1, mask="block"),
+    "block longer than its window": Case((9, 9), (12, 40), window=3, mask="block"),
+    "block beside padding": Case((4, 4, 4), (12, 0, 40), window=5, mask="block", tail=3),
+    "causal block": Case((4, 6), (12, 70), window=21, mask="causal_block"),
 }
 
 
@@ -81,6 +88,8 @@ SPLIT = (
     "rows differ",
     "window shorter than the rows, several tiles",
     "rows after the last and padding requests",
+    "block, several tiles",
+    "causal block",
 )
 
 
@@ -213,6 +222,15 @@ def test_compiled(model: str, rows: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["block", "causal_block"])
+@pytest.mark.parametrize("model", ["128 wide", "31B sliding"])
+def test_compiled_blocks(model: str, mask: RowMask) -> None:
+    for rows, lens in (((8,) * 3, (640, 8, 3000)), ((16,) * 8, (800,) * 8), ((16,), (900,))):
+        case = replace(MODELS[model], rows=rows, lens=lens, dtype=torch.bfloat16, device="cuda")
+        check(build(replace(case, mask=mask, block_size=16, tail=5)))
+
+
+@pytest.mark.gpu
 def test_compiled_half() -> None:
     count, lens = ROWS["rows differ"]
     base = replace(MODELS["128 wide"], rows=count, lens=lens, dtype=torch.float16, device="cuda")
@@ -239,6 +257,21 @@ def test_compiled_with_two_programs_a_multiprocessor(model: str, requests: int) 
     inputs = build(replace(base, rows=(16,) * requests))
     assert tiling.fits_decode(inputs.plan)
     check(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("short_keys", [0, 4096])
+@pytest.mark.parametrize(
+    ("requests", "rows"), [(1, 8), (1, 16), (2, 16), (4, 16), (8, 8), (8, 16), (16, 16)]
+)
+def test_compiled_tiles_of_narrow_heads(
+    requests: int, rows: int, short_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for short and for long sequences, whose splits are added up in one and apart."""
+    monkeypatch.setattr(tiling, "SHORT_KEYS", short_keys)
+    lens = tuple(3000 - 700 * (b % 4) + b for b in range(requests))
+    base = replace(MODELS["128 wide"], lens=lens, dtype=torch.bfloat16, device="cuda")
+    check(build(replace(base, rows=(rows,) * requests, block_size=16, tail=5)))
 
 
 @pytest.mark.gpu

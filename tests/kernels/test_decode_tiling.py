@@ -20,6 +20,7 @@ def test_what_is_supported(rows: int, head_dim: int, group: int, supported: bool
         num_heads=group, num_kv_heads=1, head_dim=head_dim, block_size=16, window=None
     )
     assert tiling.supports_decode(shape, rows) is supported
+    assert tiling.supports_decode(replace(shape, mask="block"), rows) is supported
 
 
 @pytest.mark.parametrize(
@@ -95,28 +96,67 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
 
 
 @pytest.mark.parametrize(
-    ("requests", "rows", "kilobytes", "tile"),
+    ("requests", "rows", "max_keys", "tile", "splits"),
     [
-        (1, 8, 227, (16, 128)),
-        (1, 8, 99, (32, 64)),
-        (8, 8, 227, (16, 64)),
-        (8, 8, 99, (32, 64)),
-        (32, 8, 227, (32, 64)),
-        (1, 16, 227, (32, 128)),
-        (8, 16, 227, (32, 64)),
-        (16, 16, 227, (64, 64)),
-        (8, 16, 99, (64, 32)),
+        (1, 8, 4096, (16, 128), 8),
+        (8, 8, 4096, (16, 128), 1),
+        (1, 16, 4096, (16, 128), 4),
+        (8, 16, 4096, (32, 128), 1),
+        (16, 16, 4096, (64, 64), 1),
+        (32, 8, 4096, (32, 64), 1),
+        # Keys that do not stay in the L2 are read by fewer programs, with more splits.
+        (1, 8, 32_768, (16, 128), 8),
+        (8, 8, 32_768, (32, 128), 2),
+        (1, 16, 32_768, (32, 128), 8),
+        (4, 16, 32_768, (64, 64), 8),
+        (8, 16, 32_768, (64, 64), 4),
     ],
 )
-def test_tiles_of_narrow_heads_fit_the_shared_memory(
-    requests: int, rows: int, kilobytes: int, tile: tuple[int, int]
+def test_tiles_of_narrow_heads_fill_the_device(
+    requests: int, rows: int, max_keys: int, tile: tuple[int, int], splits: int
 ) -> None:
     shape = GroupShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, window=None)
-    args = shape, rows, requests, torch.bfloat16
-    cut = tiling.decode_tiling(*args, max_keys=4096, room=kilobytes << 10)
-    assert (cut.block_m, cut.block_n) == tile
+    cut = tiling.decode_tiling(shape, rows, requests, torch.bfloat16, max_keys=max_keys)
+    assert ((cut.block_m, cut.block_n), cut.splits) == (tile, splits)
     stage = 2 * 2 * cut.block_n * shape.head_dim  # keys and values in half precision
-    assert (cut.num_stages - 1) * stage + 2 * cut.block_m * shape.head_dim <= kilobytes << 10
+    queries = 2 * 2 * cut.block_m * shape.head_dim  # and scores
+    assert (cut.num_stages - 1) * stage + queries <= tiling.NARROW_HEADS_BYTES
+    in_window = tiling.decode_tiling(
+        replace(shape, window=1024), rows, requests, torch.bfloat16, max_keys=max_keys
+    )
+    short = tiling.decode_tiling(shape, rows, requests, torch.bfloat16, max_keys=4096)
+    assert in_window == short
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(8, (32, 64)), (16, (64, 32))])
+def test_tiles_of_narrow_heads_fit_a_smaller_shared_memory(
+    rows: int, tile: tuple[int, int]
+) -> None:
+    shape = GroupShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, window=None)
+    cut = tiling.decode_tiling(shape, rows, 8, torch.bfloat16, max_keys=4096, room=99 << 10)
+    assert (cut.block_m, cut.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "head_dim", "max_keys", "in_one"),
+    [
+        (16, 32, 8, 128, 32_768, True),
+        (16, 32, 16, 256, 4096, True),
+        (4, 8, 2, 256, 4096, True),
+        (1, 32, 4, 512, 4096, True),
+        (4, 8, 2, 512, 4096, False),  # a warp would have 2048 results
+        (1, 8, 2, 512, 32_768, False),  # of 64 splits
+    ],
+)
+def test_one_program_adds_up_what_its_warps_hold(
+    rows: int, heads: int, kv_heads: int, head_dim: int, max_keys: int, in_one: bool
+) -> None:
+    shape = GroupShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16, window=None
+    )
+    cut = tiling.decode_tiling(shape, rows, 1, torch.bfloat16, max_keys=max_keys)
+    assert cut.splits > 1
+    assert cut.adds_apart is not in_one
 
 
 def test_what_does_not_fit_is_rounded_by_the_product() -> None:

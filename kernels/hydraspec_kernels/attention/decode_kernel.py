@@ -26,9 +26,9 @@ from hydraspec_kernels.attention.qkv_kernel import (
     rotate_heads,
     write_new,
 )
-from hydraspec_kernels.attention.splits_kernel import add_splits, add_up, arrive, split_keys
-from hydraspec_kernels.attention.tiles_kernel import clear_queries, find_rows, prefetch_keys
-from hydraspec_kernels.quantised.e4m3_kernel import NEXT_GROUP, rounded_groups
+from hydraspec_kernels.attention.results_kernel import clear_rest, store_result, store_split
+from hydraspec_kernels.attention.splits_kernel import add_splits, split_keys
+from hydraspec_kernels.attention.tiles_kernel import find_rows, prefetch_keys
 from hydraspec_kernels.quantised.records import Rounding
 from hydraspec_kernels.quantised.round_kernel import empty_rounded
 from hydraspec_kernels.runtime.launch import shared_bytes
@@ -41,13 +41,13 @@ def _prefetch_share(
     least_share, table_width, num_blocks,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
     ONE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PREFETCHED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MASK: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Brings the first keys and values of a split into the L2."""
     TOKEN: tl.constexpr = 2 * NUM_KV_HEADS * HEAD_DIM
     _, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, ".cg")
     begin, limit, share = split_keys(
-        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N, MASK
     )
     begin += split * share
     prefetch_keys(
@@ -70,53 +70,6 @@ def _query_heads(tile, kv_head, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, GR
     """Row within the request, and head, of each query [BLOCK_M] of a tile."""
     f = tile * QUERIES + tl.arange(0, BLOCK_M) // (BLOCK_M // QUERIES)
     return f // GROUP, kv_head * GROUP + f % GROUP
-
-
-@triton.jit
-def _store_halves(
-    to, at, a, b, exists, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """Stores both halves of heads to the rows `at` [BLOCK_M] of `to`."""
-    i = tl.arange(0, BLOCK_H)[None, :]
-    mask = exists[:, None] & (i < HALF)
-    to += at.to(tl.int64)[:, None] * (2 * HALF) + i
-    tl.store(to, a.to(to.dtype.element_ty), mask=mask)
-    tl.store(to + HALF, b.to(to.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_result(
-    to, scales, at, a, b, exists, NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
-    """As `_store_halves`; ROUNDED: in e4m3, with the scales of so many numbers each."""
-    if ROUNDED:
-        at, mask = at.to(tl.int64)[:, None], exists[:, None]
-        to += at * (2 * HALF) + tl.arange(0, HALF)[None, :]
-        group = at % NUM_HEADS * (2 * HALF // ROUNDED) + tl.arange(0, HALF // ROUNDED)[None, :]
-        scales += group * NEXT_GROUP + at // NUM_HEADS
-        for half in tl.static_range(2):
-            numbers, scale = rounded_groups(b if half else a, BLOCK_M, HALF, ROUNDED)
-            tl.store(to + half * HALF, numbers.to(to.dtype.element_ty), mask=mask)
-            tl.store(scales + half * (HALF // ROUNDED) * NEXT_GROUP, scale, mask=mask)
-    else:
-        _store_halves(to, at, a, b, exists, HALF, BLOCK_M, BLOCK_H)
-
-
-@triton.jit
-def _clear_rest(
-    out, scales, first_row, stop_row, kv_head,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
-    """Stores zeros for the queries of one KV head in rows first_row..stop_row, and for scales."""
-    clear_queries(out, first_row, stop_row, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK)
-    if ROUNDED:
-        N: tl.constexpr = GROUP * HEAD_DIM // ROUNDED
-        row = tl.arange(0, NEXT_GROUP)
-        zeros, mask = tl.zeros([NEXT_GROUP], tl.float32), (row >= first_row) & (row < stop_row)
-        for group in range(kv_head * N, (kv_head + 1) * N):
-            tl.store(scales + group * NEXT_GROUP + row, zeros, mask=mask)
 
 
 @triton.jit(
@@ -155,6 +108,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # of a head
     WINDOW: tl.constexpr,  # 0: none
+    MASK: tl.constexpr,  # a RowMask
     BLOCK_SIZE: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -186,19 +140,19 @@ def _decode_kernel(
         _prefetch_share(
             keys, table, seq_lens, starts, request, tile, split, num_rows, num_requests,
             split_shift, least_share, table_width, num_blocks, GROUP, WINDOW, QUERIES, BLOCK_N,
-            ONE_ROW, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, PREFETCHED,
+            ONE_ROW, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, MASK, PREFETCHED,
         )  # fmt: skip
     q_weight_a, q_weight_b = norm_weights(q_weight, Q_NORM, QUERIES, HALF, BLOCK_H)
     k_weight_a, k_weight_b = norm_weights(k_weight, WRITES and K_NORM, 2 * BLOCK_NEW, HALF, BLOCK_H)
     wait_for_inputs(PDL)
     start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
     if not ONE_ROW and (split == 0) & (tl.program_id(0) == (num_requests - 1) * ROW_TILES):
-        _clear_rest(
+        clear_rest(
             out, scales, start + rows, num_rows, kv_head, NUM_HEADS, GROUP, HEAD_DIM, QUERIES,
             2 * BLOCK_H, ROUNDED,
         )  # fmt: skip
     first, limit, share = split_keys(
-        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N, MASK
     )
     begin, all_keys = first + split * share, limit - first
     if (tile * QUERIES // GROUP >= rows) | ((split > 0) & (begin >= limit)):
@@ -221,29 +175,26 @@ def _decode_kernel(
     q_a, q_b = _repeat(q_a, QUERIES, BLOCK_M, BLOCK_H), _repeat(q_b, QUERIES, BLOCK_M, BLOCK_H)
     row, head = _query_heads(tile, kv_head, QUERIES, BLOCK_M, GROUP)
     inside = (row < rows) & (tl.arange(0, BLOCK_M) % (BLOCK_M // QUERIES) == 0)
+    position = length - rows + row
+    if MASK == "block":  # all see the last key
+        position = tl.zeros_like(position) + length
     mean_a, mean_b, size = attend_keys(
-        q_a, q_b, keys, kv_scales, kv_head, table, block, begin, limit, length - rows + row, scale,
-        NUM_KV_HEADS, HALF, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_H, TRANSPOSED, PRECISION,
+        q_a, q_b, keys, kv_scales, kv_head, table, block, begin, limit, position, scale,
+        NUM_KV_HEADS, HALF, WINDOW if MASK == "causal" else 0, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        BLOCK_H, TRANSPOSED, PRECISION,
     )  # fmt: skip
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     if share >= all_keys:  # the only split of this tile
-        _store_result(
+        store_result(
             out, scales, at_out, mean_a.to(qkv.dtype.element_ty), mean_b.to(qkv.dtype.element_ty),
             inside, NUM_HEADS, HALF, BLOCK_M, BLOCK_H, ROUNDED,
         )  # fmt: skip
         return
-    size_of_split = num_rows.to(tl.int64) * NUM_HEADS
-    at_split = split * size_of_split + at_out
-    sums = partial + (size_of_split << split_shift) * HEAD_DIM
-    _store_halves(partial, at_split, mean_a, mean_b, inside, HALF, BLOCK_M, BLOCK_H)
-    tl.store(sums + at_split, size, mask=inside)
-    if ADDS:
-        used = arrive(arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, share, all_keys)
-        if used > 0:
-            add_up(
-                out, scales, partial, sums, start, rows, tile, kv_head, size_of_split, used,
-                NUM_HEADS, GROUP, HEAD_DIM, QUERIES, 2 * BLOCK_H, ROUNDED, qkv.dtype.element_ty,
-            )  # fmt: skip
+    store_split(
+        out, scales, partial, arrived + tl.program_id(0) * NUM_KV_HEADS + kv_head, at_out, mean_a,
+        mean_b, size, inside, split, share, all_keys, split_shift, num_rows, NUM_HEADS, HALF,
+        BLOCK_M, BLOCK_H, ADDS, ROUNDED, qkv.dtype.element_ty,
+    )  # fmt: skip
 
 
 def _check(
@@ -326,6 +277,7 @@ def attend_projection_kernel(
         NUM_KV_HEADS=group.num_kv_heads,
         HALF=width // 2,
         WINDOW=group.window or 0,
+        MASK=group.mask,
         BLOCK_SIZE=group.block_size,
         Q_NORM=shape.q_weight is not None,
         K_NORM=shape.k_weight is not None,

@@ -2,9 +2,9 @@
 
 The paged, the prefill and the latent kernel leave sums, maxima and weights' sums, and
 `combine_splits` adds them up. The fused decode kernel leaves mean values and log2 of the weights'
-sums; the split that ends last for a tile adds them up (`arrive`, `add_up`), or, where that is much
-work for one program, a second kernel does (`add_splits`). How many splits a tile has then depends
-on its length.
+sums; the split that ends last for a tile adds them up (`arrive`), or, where that is much work for
+one program, a second kernel does (`add_splits`). How many splits a tile has then depends on its
+length.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ TRITON_TYPES = {
     torch.float16: tl.float16,
 }
 LONG_SHARES = tl.constexpr(SHARES_OF_LONG)
-# Splits, and groups of four results, that a program adds up at once: a program of the decode
-# kernel, and one of the second kernel.
+# Splits, and groups of four results, that a program of the second kernel adds up at once.
 ADDED_SPLITS = tl.constexpr(4)
 ADDED_MANY = tl.constexpr(16)  # of more than 16 splits
-ADDED = tl.constexpr(512)
-ADDED_APART = tl.constexpr(128)
+ADDED = tl.constexpr(128)
 LEAST_SPARSE = 8  # one kernel for up to so many splits, where some have no sums
 NUMBERS_OF_WARP = 2048  # that a program of one warp adds up: it ends sooner than one of four
 
@@ -128,15 +126,14 @@ def combine_splits(
 def split_keys(
     length, rows, tile, split_shift, least_share,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
     """First key of a tile, the end of its keys, and the number of keys of a split.
 
     Up to 16 splits have least_share keys or more; a tile has more splits only if each of them has
     SHARES_OF_LONG times as many keys.
     """
-    begin, limit = find_keys(
-        length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N, "causal"
-    )
+    begin, limit = find_keys(length, rows, tile, 0, 1, GROUP, WINDOW, False, QUERIES, BLOCK_N, MASK)
     all_keys = tl.maximum(limit - begin, 0)
     share = (all_keys + (1 << split_shift) - 1) >> split_shift
     share = tl.maximum(share, tl.minimum((all_keys + 15) >> 4, LONG_SHARES * least_share))
@@ -161,23 +158,23 @@ def _add_some(
     out, scales, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of a tile's `used` splits, weighted by their sums of weights, for
-    CHUNK groups of four outputs from group `at` on. Loads of SPLITS splits are in flight at once.
+    ADDED groups of four outputs from group `at` on. Loads of SPLITS splits are in flight at once.
     ROUNDED: so many of the results, in dtype, share a scale and become e4m3 numbers.
     """
     four = tl.arange(0, 4)
-    flat = at + tl.arange(0, CHUNK)
+    flat = at + tl.arange(0, ADDED)
     query, d = flat // (BLOCK_V // 4), flat % (BLOCK_V // 4) * 4
     f = tile * QUERIES + query
     row, head = f // GROUP, kv_head * GROUP + f % GROUP
     exists = (query < QUERIES) & (row < rows)  # others are the next tile's
     at_out = (start + row).to(tl.int64) * NUM_HEADS + head
     inside = d[:, None] + four[None, :] < HEAD_DIM
-    top = tl.full([CHUNK], NO_KEY, tl.float32)
-    whole = tl.zeros([CHUNK], tl.float32)
-    acc = tl.zeros([CHUNK, 4], tl.float32)
+    top = tl.full([ADDED], NO_KEY, tl.float32)
+    whole = tl.zeros([ADDED], tl.float32)
+    acc = tl.zeros([ADDED, 4], tl.float32)
     for first in range(0, used, SPLITS):
         s = first + tl.arange(0, SPLITS)[:, None]
         at_split = at_out[None, :] + s * size_of_split
@@ -197,31 +194,16 @@ def _add_some(
     if ROUNDED:
         FOURS: tl.constexpr = ROUNDED // 4
         v = tl.where(exists[:, None], result, 0.0)
-        v = tl.reshape(v, (CHUNK // FOURS, ROUNDED))
-        v, scale = rounded_groups(v, CHUNK // FOURS, ROUNDED, ROUNDED)
-        result = tl.reshape(v, (CHUNK, 4)).to(out.dtype.element_ty)
+        v = tl.reshape(v, (ADDED // FOURS, ROUNDED))
+        v, scale = rounded_groups(v, ADDED // FOURS, ROUNDED, ROUNDED)
+        result = tl.reshape(v, (ADDED, 4)).to(out.dtype.element_ty)
         # Every scale is stored by the first of its fours.
         at_scale = (head * HEAD_DIM + d) // ROUNDED * NEXT_GROUP + start + row
         first = exists & (d % ROUNDED == 0)
-        of_four = tl.broadcast_to(scale, (CHUNK // FOURS, FOURS))
-        tl.store(scales + at_scale, tl.reshape(of_four, (CHUNK,)), mask=first)
+        of_four = tl.broadcast_to(scale, (ADDED // FOURS, FOURS))
+        tl.store(scales + at_scale, tl.reshape(of_four, (ADDED,)), mask=first)
     to = out + (at_out * HEAD_DIM + d)[:, None] + four[None, :]
     tl.store(to, result, mask=exists[:, None] & inside)
-
-
-@triton.jit
-def add_up(
-    out, scales, partial, sums, start, rows, tile, kv_head, size_of_split, used,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Computes the results of a tile from those of its first `used` splits."""
-    queries = tl.minimum(rows * GROUP - tile * QUERIES, QUERIES)
-    for at in range(0, queries * (BLOCK_V // 4), ADDED):
-        _add_some(
-            out, scales, partial, sums, at, start, rows, tile, kv_head, size_of_split, used,
-            NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ROUNDED, dtype, ADDED, ADDED_SPLITS,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "split_shift", "least_share"])
@@ -239,6 +221,7 @@ def _sum_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
     ONE_ROW: tl.constexpr,
     ROW_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -251,12 +234,12 @@ def _sum_kernel(
 ):
     start_next(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    at, kv_head = tl.program_id(0) * ADDED_APART, tl.program_id(2)
+    at, kv_head = tl.program_id(0) * ADDED, tl.program_id(2)
     request, tile = tl.program_id(1) // ROW_TILES, tl.program_id(1) % ROW_TILES
     wait_for_inputs(PDL)
     start, rows, length = find_rows(seq_lens, starts, request, num_rows, num_requests, ONE_ROW, "")
     first, limit, share = split_keys(
-        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N
+        length, rows, tile, split_shift, least_share, GROUP, WINDOW, QUERIES, BLOCK_N, MASK
     )
     all_keys = limit - first
     queries = tl.minimum(rows * GROUP - tile * QUERIES, QUERIES)
@@ -267,7 +250,7 @@ def _sum_kernel(
     _add_some(
         out, scales, partial, sums, at, start, rows, tile, kv_head, size_of_split,
         tl.cdiv(all_keys, share), NUM_HEADS, GROUP, HEAD_DIM, QUERIES, BLOCK_V, ROUNDED, DTYPE,
-        ADDED_APART, SPLITS,
+        SPLITS,
     )  # fmt: skip
 
 
@@ -289,7 +272,7 @@ def add_splits(
     dtype; with scales [G, MOST_ROWS], e4m3 numbers of them."""
     group = plan.shape
     width = max(32, triton.next_power_of_2(group.head_dim))
-    programs = triton.cdiv(queries * width // 4, ADDED_APART.value)
+    programs = triton.cdiv(queries * width // 4, ADDED.value)
     _sum_kernel[(programs, plan.num_requests * row_tiles, group.num_kv_heads)](
         out,
         scales,
@@ -304,6 +287,7 @@ def add_splits(
         NUM_KV_HEADS=group.num_kv_heads,
         HEAD_DIM=group.head_dim,
         WINDOW=group.window or 0,
+        MASK=group.mask,
         ONE_ROW=plan.query_start_loc is None,
         ROW_TILES=row_tiles,
         QUERIES=queries,

@@ -42,11 +42,12 @@ MOST_FUSED_ROWS = MOST_SPLIT_ROWS
 # Most numbers in a tile of queries: its norm and rotation are held in registers at once.
 MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
-# Shared memory with which the largest tiles of heads of up to 128 numbers, of 136 KiB, are chosen.
-NARROW_HEADS_BYTES = 144 << 10
+# Shared memory with which the largest tiles of heads of up to 128 numbers, of 144 KiB, are chosen,
+# and keys up to which small ones are: with more, reading keys again costs more than it saves.
+NARROW_HEADS_BYTES, SHORT_KEYS = 144 << 10, 4096
 NARROW_PREFETCHED = 16 << 10  # `prefetched` of such heads and more than 16 queries
-# Results of a tile, and splits, that one program adds up; more are worth a second kernel.
-MOST_ADDED, MOST_ADDED_SPLITS = 2048, 8
+# Results of a warp, and splits, that one program adds up; more are worth a second kernel.
+MOST_ADDED, MOST_ADDED_SPLITS = 1024, 16
 # Programs that share a multiprocessor → the part of the memory bandwidth they reach.
 REACHED = {1: 0.8, 2: 0.85, 3: 0.93, 4: 0.93}
 SMALL_QUERIES, SMALL_WIDTH = 16, 256  # up to these sizes three programs can share one
@@ -159,7 +160,7 @@ class DecodeTiling(Tiling):
     """Sizes of a launch of the fused decode kernel."""
 
     transposed: bool = False  # queries are columns, not rows
-    adds_apart: bool = False  # splits, if any, are added up by a second kernel
+    adds_apart: bool = False  # a second kernel adds up splits, if there are any
     # Bytes in half precision that a program brings into the L2 while the previous kernel runs;
     # the L2 holds those of all programs several times.
     prefetched: int = 64 << 10
@@ -189,11 +190,10 @@ def fits_rounding(shape: GroupShape, num_rows: int, rounding: Rounding) -> bool:
 
 
 def supports_decode(shape: GroupShape, max_rows: int) -> bool:
-    """Returns whether the fused kernel runs: few rows per request, separate keys and values, a
-    causal mask."""
+    """Returns whether the fused kernel runs: few rows per request, separate keys and values."""
     if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
         return False
-    return shape.mask == "causal" and _holds_queries(shape, max_rows)
+    return _holds_queries(shape, max_rows)
 
 
 def _holds_queries(shape: GroupShape, max_rows: int) -> bool:
@@ -222,13 +222,14 @@ def least_share(shape: GroupShape, cut: Tiling) -> int:
 
 
 def most_splits(shape: GroupShape, cut: Tiling, max_rows: int, max_keys: int) -> int:
-    """Largest number of splits of the fused kernel, for sequences of up to max_keys keys.
+    """Largest number of splits of the fused kernel, for sequences of up to max_keys keys; above
+    MAX_SPLITS only if each then has four times the least share (`split_keys`)."""
+    return _most_splits(_most_keys(shape, max_rows, max_keys), least_share(shape, cut))
 
-    It is above MAX_SPLITS only if each split then has four times the least share (`split_keys`).
-    """
-    if shape.window is not None:
-        max_keys = min(max_keys, shape.window + max_rows - 1)
-    return _most_splits(max_keys, least_share(shape, cut))
+
+def _most_keys(shape: GroupShape, max_rows: int, max_keys: int) -> int:
+    """Keys that the rows of a request see, of sequences of up to max_keys."""
+    return min(max_keys, (shape.window or max_keys) + max_rows)
 
 
 def _decode_programs(shape: GroupShape, max_rows: int, num_requests: int) -> int:
@@ -288,14 +289,13 @@ def decode_tiling(
     elif per_sm == 3:
         cut = DecodeTiling(block_m, max(32, min(64, 8192 // width)), 4, 3)
     elif is_narrow and has_room and block_m > 16 and 2 * programs <= FULL_DEVICE:
-        # Half as many queries, and keys read again from the L2; where they are 16, or splits
-        # many, two programs share a multiprocessor.
-        is_few = programs * MAX_SPLITS <= FULL_DEVICE
-        cut = DecodeTiling(block_m // 2, 128 if is_few else 64, 4, 3, prefetched=NARROW_PREFETCHED)
-        if block_m == 64 and is_few:
-            cut = replace(cut, num_warps=8, num_stages=2)
-        elif block_m == 64:
-            programs = num_requests * shape.num_kv_heads * -(-queries // cut.block_m)
+        is_short = _most_keys(shape, max_rows, max_keys) <= SHORT_KEYS
+        while block_m > 16 and programs * (2 if is_short else 512 // block_m) <= FULL_DEVICE:
+            block_m //= 2  # more programs, which read the same keys from the L2
+            programs = num_requests * shape.num_kv_heads * -(-queries // block_m)
+        cut = DecodeTiling(block_m, 128, 4, 3, prefetched=NARROW_PREFETCHED)
+        if block_m == 64:  # two share a multiprocessor
+            cut, programs = replace(cut, block_n=64), -(-programs // 2)
     elif is_narrow and (block_m == 32 or (has_room and block_m > 32)):
         cut = DecodeTiling(block_m, 64, 4, 3, prefetched=NARROW_PREFETCHED)
     elif block_m > 32:
@@ -305,8 +305,9 @@ def decode_tiling(
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
     splits = _splits(programs, most_splits(shape, cut, max_rows, max_keys))
-    much = min(queries, cut.block_m) * shape.head_dim > MOST_ADDED or splits > MOST_ADDED_SPLITS
-    return replace(cut, splits=splits, adds_apart=much)
+    results = min(queries, cut.block_m) * shape.head_dim
+    is_much = results > MOST_ADDED * cut.num_warps or splits > MOST_ADDED_SPLITS
+    return replace(cut, splits=splits, adds_apart=is_much)
 
 
 # ----------------------------------------------------------------------------- prefill and latent
