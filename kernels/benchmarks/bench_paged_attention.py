@@ -19,7 +19,7 @@ from itertools import product
 
 import torch
 from harness import READ_TB_S, Measured, describe_device, print_table, rotation, time_us
-from hydraspec_kernels.attention import DevicePlan, paged_attention, tiling
+from hydraspec_kernels.attention import DevicePlan, hopper_tiling, paged_attention, tiling
 from hydraspec_kernels.attention.paged_kernel import paged_attention_kernel
 from hydraspec_kernels.attention.tiling import Tiling
 from paged_caches import DTYPE, GEMMA, Requests, group, tiled_by
@@ -83,11 +83,11 @@ def cases(context: int, decode_rows: Sequence[int]) -> Iterator[Case]:
 def measured(case: Case, sets: list[Arguments], cut: Tiling | None = None) -> Measured:
     """The kernel that a model runs, or with `cut` the plain kernel."""
     query, _, plan = sets[0]
-    if cut is None and tiling.fits_latent(query, plan):
+    if cut is None and hopper_tiling.fits_latent(query, plan):
         heads = case.shape.num_heads
         micros = time_us(paged_attention, sets)
-        note = f"splits {tiling.latent_splits(heads, case.rows, case.requests)}"
-    elif cut is None and tiling.fits_prefill(query, plan):
+        note = f"splits {hopper_tiling.latent_splits(heads, case.rows, case.requests)}"
+    elif cut is None and hopper_tiling.fits_prefill(query, plan):
         micros, note = time_us(paged_attention, sets), "copying warp"
     else:
         cut = cut or tiling.paged_tiling(case.shape, case.rows, case.requests, DTYPE)

@@ -99,6 +99,7 @@ def test_programs_share_a_multiprocessor_where_few_places_stay_empty(
     ("requests", "rows", "max_keys", "tile", "splits"),
     [
         (1, 8, 4096, (16, 128), 8),
+        (8, 16, 4096 + 32, (32, 128), 1),  # a table has room for drafts beyond the last token
         (8, 8, 4096, (16, 128), 1),
         (1, 16, 4096, (16, 128), 4),
         (8, 16, 4096, (32, 128), 1),

@@ -13,10 +13,10 @@ import pytest
 import torch
 from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels.attention import paged_attention, tiling
+from hydraspec_kernels.attention import hopper_tiling, paged_attention, tiling
+from hydraspec_kernels.attention.hopper_tiling import fits_latent as fits
+from hydraspec_kernels.attention.hopper_tiling import latent_splits
 from hydraspec_kernels.attention.reference import latent_attention_reference
-from hydraspec_kernels.attention.tiling import fits_latent as fits
-from hydraspec_kernels.attention.tiling import latent_splits
 from torch import Tensor
 
 WIDTH, RANK = 576, 512
@@ -107,7 +107,7 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((4, 4), (9, 17), device="cpu")
     inputs = build(case)
     assert not fits(inputs.query, inputs.plan)
-    monkeypatch.setattr(tiling, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper_tiling, "is_hopper", lambda device: True)
     assert fits(inputs.query, inputs.plan)
     assert not fits(inputs.query.float(), inputs.plan)
     wide = replace(inputs.plan, max_rows=tiling.MOST_SPLIT_ROWS + 1)
@@ -123,9 +123,9 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_splits_fill_the_device_once(requests: int, heads: int) -> None:
     for rows in (1, 2, 4):
         splits = latent_splits(heads, rows, requests)
-        programs = requests * -(-rows * heads // tiling.WGMMA_ROWS) * splits
+        programs = requests * -(-rows * heads // hopper_tiling.WGMMA_ROWS) * splits
         assert splits == 1 or programs <= tiling.FULL_DEVICE
-        assert splits == tiling.MAX_LATENT_SPLITS or 2 * programs > tiling.FULL_DEVICE
+        assert splits == hopper_tiling.MAX_LATENT_SPLITS or 2 * programs > tiling.FULL_DEVICE
 
 
 # ------------------------------------------------------------------------------------- on a device

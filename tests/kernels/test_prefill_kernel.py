@@ -13,11 +13,11 @@ import pytest
 import torch
 from attention_layers import Queries, Requests, assert_half_close, poisoned_memory, queries
 from compiled_apart import SHARED_BYTES, compiled
-from hydraspec_kernels.attention import GroupShape, paged_attention, tiling
+from hydraspec_kernels.attention import GroupShape, hopper_tiling, paged_attention, tiling
 from hydraspec_kernels.attention.counters import zero_counters
+from hydraspec_kernels.attention.hopper_tiling import fits_prefill as fits
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.reference import prefill_attention_reference
-from hydraspec_kernels.attention.tiling import fits_prefill as fits
 from torch import Tensor
 
 # KV heads, queries of each, head size, window, block size, whether keys are split, rows up to which
@@ -88,7 +88,7 @@ def test_compiles_and_fits(shapes: list[Shape], tmp_path: Path) -> None:
             block_size=block,
             window=window or None,
         )
-        cut = asdict(tiling.prefill_tiling(shape))
+        cut = asdict(hopper_tiling.prefill_tiling(shape))
         jobs.append([heads, group, dim, window, block, is_split, skipped, cut])
     for (shared, products), job in zip(compiled(COMPILE, jobs, tmp_path), jobs, strict=True):
         assert shared <= SHARED_BYTES, job
@@ -111,7 +111,7 @@ def case_of(model: str, rows: tuple[int, ...], lens: tuple[int, ...]) -> Request
 
 
 def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper_tiling, "is_hopper", lambda _: True)
     few = tiling.MOST_SPLIT_ROWS
     case = case_of("128 wide", (few + 1,), (40,))
 
@@ -140,12 +140,14 @@ def test_which_plans_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_splits_fill_the_device_without_many_rows() -> None:
     shape = build(case_of("31B full", (5,), (40,))).plan.shape
-    found = [tiling.prefill_splits(shape, 6, requests, 1024) for requests in (1, 4, 8, 16, 32)]
+    found = [
+        hopper_tiling.prefill_splits(shape, 6, requests, 1024) for requests in (1, 4, 8, 16, 32)
+    ]
     assert found == [16, 8, 4, 2, 1]
-    assert tiling.prefill_splits(shape, 9, 8, 1024) == 2  # two tiles of 64 queries each
-    assert tiling.prefill_splits(shape, tiling.MOST_SPLIT_ROWS + 1, 1, 1024) == 1
+    assert hopper_tiling.prefill_splits(shape, 9, 8, 1024) == 2  # two tiles of 64 queries each
+    assert hopper_tiling.prefill_splits(shape, tiling.MOST_SPLIT_ROWS + 1, 1, 1024) == 1
     one_head = replace(shape, num_kv_heads=1, num_heads=16)
-    found = [tiling.prefill_splits(one_head, 4, 1, keys) for keys in (1024, 8192, 32768)]
+    found = [hopper_tiling.prefill_splits(one_head, 4, 1, keys) for keys in (1024, 8192, 32768)]
     assert found == [16, 32, 64]
 
 

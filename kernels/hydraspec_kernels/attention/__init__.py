@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hydraspec_kernels.attention.cpu import hold_kv, paged_attention_cpu, with_gain, write_qkv_cpu
+from hydraspec_kernels.attention.hopper_tiling import fits_latent, fits_prefill
 from hydraspec_kernels.attention.plan import (
     AttentionPlan,
     DevicePlan,
@@ -33,13 +34,7 @@ from hydraspec_kernels.attention.plan import (
     plan_attention,
 )
 from hydraspec_kernels.attention.reference import planned_attention_reference, write_qkv_reference
-from hydraspec_kernels.attention.tiling import (
-    MOST_FUSED_ROWS,
-    fits_decode,
-    fits_latent,
-    fits_prefill,
-    fits_rounding,
-)
+from hydraspec_kernels.attention.tiling import MOST_FUSED_ROWS, fits_decode, fits_rounding
 from hydraspec_kernels.quantised.records import RoundedRows, Rounding
 from hydraspec_kernels.quantised.reference import E4M3
 from hydraspec_kernels.runtime import breaks

@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from hydraspec_kernels.attention.hopper_tiling import WGMMA_ROWS as TILE
+from hydraspec_kernels.attention.hopper_tiling import latent_splits
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.splits_kernel import combine_splits
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY
-from hydraspec_kernels.attention.tiling import WGMMA_ROWS as TILE
-from hydraspec_kernels.attention.tiling import latent_splits
 from hydraspec_kernels.runtime.gluon_kernel import start_next, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 

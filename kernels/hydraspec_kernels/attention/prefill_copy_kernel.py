@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from hydraspec_kernels.attention import tiling
+from hydraspec_kernels.attention.hopper_tiling import WGMMA_ROWS
 from hydraspec_kernels.runtime.gluon_kernel import load_tile
 
-GROUP_QUERIES = gl.constexpr(tiling.WGMMA_ROWS)
+GROUP_QUERIES = gl.constexpr(WGMMA_ROWS)
 MAX_SPLITS = gl.constexpr(tiling.MAX_SPLITS)
 SHARES_OF_LONG = gl.constexpr(tiling.SHARES_OF_LONG)
 CHUNK = gl.constexpr(64)  # numbers of a row that are contiguous in shared memory

@@ -26,6 +26,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hydraspec_kernels.attention import tiling
 from hydraspec_kernels.attention.counters import zero_counters
+from hydraspec_kernels.attention.hopper_tiling import (
+    WGMMA_ROWS,
+    prefill_splits,
+    prefill_tiling,
+    tiles_of_few,
+)
 from hydraspec_kernels.attention.paged_kernel import attend_few_rows
 from hydraspec_kernels.attention.plan import DevicePlan
 from hydraspec_kernels.attention.prefill_copy_kernel import (
@@ -39,13 +45,7 @@ from hydraspec_kernels.attention.prefill_copy_kernel import (
 )
 from hydraspec_kernels.attention.splits_kernel import combine_splits
 from hydraspec_kernels.attention.tiles_kernel import NO_KEY
-from hydraspec_kernels.attention.tiling import (
-    FULL_DEVICE,
-    WGMMA_ROWS,
-    prefill_splits,
-    prefill_tiling,
-    tiles_of_few,
-)
+from hydraspec_kernels.attention.tiling import FULL_DEVICE
 from hydraspec_kernels.runtime.gluon_kernel import start_next, view_tiles, wait_for_inputs
 from hydraspec_kernels.runtime.launch_kernel import dependent_launch
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from hydraspec_kernels.attention.plan import DevicePlan, GroupShape
 from hydraspec_kernels.quantised.records import MOST_ROWS as MOST_ROUNDED_ROWS
 from hydraspec_kernels.quantised.records import Rounding
-from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS, is_hopper
+from hydraspec_kernels.runtime.launch import HOPPER_SHARED_BYTES, NUM_SMS
 
 # Programs that fill the device: with two per multiprocessor, adding up the splits costs more than
 # they save.
@@ -43,8 +42,9 @@ MOST_FUSED_ROWS = MOST_SPLIT_ROWS
 MOST_QUERY_NUMBERS = 32 * 512
 LEAST_SHARE = 128 * 256  # numbers of keys that are worth a split
 # Shared memory with which the largest tiles of heads of up to 128 numbers, of 144 KiB, are chosen,
-# and keys up to which small ones are: with more, reading keys again costs more than it saves.
-NARROW_HEADS_BYTES, SHORT_KEYS = 144 << 10, 4096
+# and keys up to which small ones are, 4096 tokens with what lies beyond them: with more, reading
+# keys again costs more than it saves.
+NARROW_HEADS_BYTES, SHORT_KEYS = 144 << 10, 4352
 NARROW_PREFETCHED = 16 << 10  # `prefetched` of such heads and more than 16 queries
 # Results of a warp, and splits, that one program adds up; more are worth a second kernel.
 MOST_ADDED, MOST_ADDED_SPLITS = 1024, 16
@@ -54,23 +54,13 @@ SMALL_QUERIES, SMALL_WIDTH = 16, 256  # up to these sizes three programs can sha
 MOST_HALF_NUMBERS = 32 * 256  # of a tile of queries, up to which two programs can
 TRANSPOSED_QUERIES = 8  # up to this many queries, as columns, four programs can share one
 
-# Prefill and latent attention, on Hopper's tensor cores.
-WGMMA_ROWS = 64  # queries of a group of four warps
-PREFILL_HEADS = (64, 128, 256, 512)  # head sizes
-LATENT_WIDTHS = (576, 512)  # of a key, and of its leading part that is the value: DeepSeek's
-MAX_LATENT_SPLITS = 32
-
 
 def next_power_of_2(n: int) -> int:
     """The lowest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 
-def _is_power_of_2(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
-def _splits(programs: int, most: int) -> int:
+def splits_that_fill(programs: int, most: int) -> int:
     """Number of splits of a program's keys that fill the device: a power of two, up to `most`."""
     wanted = max(1, min(FULL_DEVICE // programs, most))
     return 1 << (wanted.bit_length() - 1)
@@ -114,7 +104,7 @@ def paged_tiling(shape: GroupShape, max_rows: int, num_requests: int, dtype: tor
     else:
         cut = Tiling(block_m, 32, 8, 5 if block_m < 64 or shape.latent_dim else 3)
     programs = heads * -(-queries // cut.block_m)
-    splits = _splits(programs, MAX_SPLITS)
+    splits = splits_that_fill(programs, MAX_SPLITS)
     if can_share and programs <= FULL_DEVICE:
         splits = max(splits, min(2 * splits, MOST_SHARED_SPLITS))
     return replace(cut, splits=splits)
@@ -193,10 +183,10 @@ def supports_decode(shape: GroupShape, max_rows: int) -> bool:
     """Returns whether the fused kernel runs: few rows per request, separate keys and values."""
     if shape.latent_dim is not None or max_rows > MOST_FUSED_ROWS or shape.head_dim % 2:
         return False
-    return _holds_queries(shape, max_rows)
+    return holds_queries(shape, max_rows)
 
 
-def _holds_queries(shape: GroupShape, max_rows: int) -> bool:
+def holds_queries(shape: GroupShape, max_rows: int) -> bool:
     """Returns whether a tile of queries fits the registers of the fused kernel."""
     numbers = block_queries(shape, max_rows) * next_power_of_2(shape.head_dim)
     return numbers <= MOST_QUERY_NUMBERS
@@ -224,7 +214,12 @@ def least_share(shape: GroupShape, cut: Tiling) -> int:
 def most_splits(shape: GroupShape, cut: Tiling, max_rows: int, max_keys: int) -> int:
     """Largest number of splits of the fused kernel, for sequences of up to max_keys keys; above
     MAX_SPLITS only if each then has four times the least share (`split_keys`)."""
-    return _most_splits(_most_keys(shape, max_rows, max_keys), least_share(shape, cut))
+    return splits_of_keys(_most_keys(shape, max_rows, max_keys), least_share(shape, cut))
+
+
+def splits_of_keys(max_keys: int, share: int) -> int:
+    """Splits of max_keys keys at most: above MAX_SPLITS, each has SHARES_OF_LONG shares of keys."""
+    return max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (SHARES_OF_LONG * share)))
 
 
 def _most_keys(shape: GroupShape, max_rows: int, max_keys: int) -> int:
@@ -304,96 +299,7 @@ def decode_tiling(
         cut = DecodeTiling(block_m, 64, 4, 2)
     else:
         cut = DecodeTiling(block_m, 32 if width > 256 else 64, 4 if width > 256 else 8, 3)
-    splits = _splits(programs, most_splits(shape, cut, max_rows, max_keys))
+    splits = splits_that_fill(programs, most_splits(shape, cut, max_rows, max_keys))
     results = min(queries, cut.block_m) * shape.head_dim
     is_much = results > MOST_ADDED * cut.num_warps or splits > MOST_ADDED_SPLITS
     return replace(cut, splits=splits, adds_apart=is_much)
-
-
-# ----------------------------------------------------------------------------- prefill and latent
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiling:
-    """Sizes of the prefill kernel's shared memory: queries take 64 KiB of it with wide heads."""
-
-    m: int  # queries of a program
-    n: int  # keys of a slot
-    width: int  # columns of a slot
-    page: int  # rows of the cache that one copy takes
-    slots: int = 5
-
-
-def prefill_tiling(shape: GroupShape) -> PrefillTiling:
-    """The prefill kernel's tiling. A program has half as many queries with wide heads, since
-    threads hold the sums.
-    """
-    m = WGMMA_ROWS if shape.head_dim > 256 else 2 * WGMMA_ROWS
-    n = 128 if shape.head_dim <= 128 else 64
-    return PrefillTiling(m, n, min(shape.head_dim, 256), min(shape.block_size, n))
-
-
-def tiles_of_few(shape: GroupShape, max_rows: int) -> int:
-    """Tiles of queries of a request in the prefill kernel where all have few rows; 0 with many."""
-    if max_rows > MOST_SPLIT_ROWS:
-        return 0
-    return -(-queries_of(shape, max_rows) // prefill_tiling(shape).m)
-
-
-def _most_splits(max_keys: int, share: int) -> int:
-    """Splits of max_keys keys at most: above MAX_SPLITS, each has SHARES_OF_LONG shares of keys."""
-    return max(MAX_SPLITS, min(MAX_LONG_SPLITS, max_keys // (SHARES_OF_LONG * share)))
-
-
-def prefill_splits(shape: GroupShape, max_rows: int, num_requests: int, max_keys: int) -> int:
-    """Number of splits of a tile's keys in the prefill kernel, for sequences of up to max_keys
-    keys; 1 with many rows per request."""
-    tiles = tiles_of_few(shape, max_rows)
-    if not tiles:
-        return 1
-    most = _most_splits(max_keys, prefill_tiling(shape).n)
-    return _splits(num_requests * shape.num_kv_heads * tiles, most)
-
-
-def fits_prefill(query: Tensor, plan: DevicePlan) -> bool:
-    """Returns whether the prefill kernel supports a plan, which must have many rows per request, or
-    more queries of wide heads than the fused kernel holds."""
-    shape = plan.shape
-    group = shape.num_heads // shape.num_kv_heads
-    return (
-        (plan.max_rows > MOST_SPLIT_ROWS or not _holds_queries(shape, plan.max_rows))
-        and plan.query_start_loc is not None
-        and plan.sees_until is None
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and shape.latent_dim is None
-        and shape.mask == "causal"
-        and shape.head_dim in PREFILL_HEADS
-        and group <= WGMMA_ROWS
-        and _is_power_of_2(group)
-        and shape.block_size >= 8  # rows: copies swizzle eight at a time
-        and _is_power_of_2(shape.block_size)
-        and shape.scale > 0
-        and query.data_ptr() % 16 == 0
-        and query.stride(0) % 8 == 0
-        and is_hopper(query.device)
-    )
-
-
-def fits_latent(query: Tensor, plan: DevicePlan) -> bool:
-    """Returns whether the latent kernel supports a plan: few rows per request over DeepSeek's
-    cache."""
-    shape = plan.shape
-    return (
-        (shape.head_dim, shape.latent_dim) == LATENT_WIDTHS
-        and shape.window is None
-        and shape.mask == "causal"
-        and shape.scale > 0
-        and plan.max_rows <= MOST_SPLIT_ROWS
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and is_hopper(query.device)
-    )
-
-
-def latent_splits(heads: int, max_rows: int, num_requests: int) -> int:
-    """Number of programs of the latent kernel that share the keys of a tile."""
-    return _splits(num_requests * -(-max_rows * heads // WGMMA_ROWS), MAX_LATENT_SPLITS)
