@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydraspec import factory
@@ -35,7 +36,7 @@ def resolve(config: RunConfig) -> None:
     _take_threads(config)
     try:
         factory.resolve_drafter(config)
-    except CheckpointError:
+    except (CheckpointError, RuntimeError):  # of a home folder that nobody has
         check_folders(config)  # its message names the key
         raise
 
@@ -50,8 +51,7 @@ def check_folders(config: RunConfig) -> None:
     if config.method.needs_checkpoint and config.method.checkpoint is not None:
         given["method.checkpoint"] = config.method.checkpoint
     for key, checkpoint in given.items():
-        is_path = checkpoint.startswith((".", "/", "~"))
-        if is_path and not os.path.exists(os.path.expanduser(checkpoint)):
+        if _is_missing(checkpoint):
             message = refusal(
                 key,
                 checkpoint,
@@ -61,6 +61,16 @@ def check_folders(config: RunConfig) -> None:
                 remedy="check the spelling",
             )
             raise CheckpointError(str(message), key=key)
+
+
+def _is_missing(checkpoint: str) -> bool:
+    """Returns whether a checkpoint is written as a path, where there is none: other than a hub id
+    it does not have two parts, or its first one is a folder."""
+    if checkpoint.startswith((ZOO_PREFIX, SHAPE_PREFIX)):
+        return False
+    parts, path = checkpoint.split("/"), Path(os.path.expanduser(checkpoint))
+    is_path = checkpoint.startswith((".", "/", "~", "\\")) or len(parts) != 2 or "" in parts
+    return (is_path or path.parent.is_dir()) and not path.exists()
 
 
 def _take_threads(config: RunConfig) -> None:

@@ -156,7 +156,8 @@ class Decision:
             rivals = [each.job for each in self.maybe] if more else []
             beyond = self.predicted.num_drafts if self.predicted else None
             return sweep_command(best, rivals, beyond=beyond, more=more)
-        return run_command(best) if self.is_worth_it or self.num_more else plain_command(best)
+        has_more = self.num_more or (self.is_worth_it is None and prompts_left(best))
+        return run_command(best) if self.is_worth_it or has_more else plain_command(best)
 
     def record(self) -> AnswerRecord:
         """The record of the answer for compare.json."""

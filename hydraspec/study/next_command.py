@@ -10,17 +10,21 @@ from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.run_facts import WorkloadSize
 from hydraspec.study.beyond import most_drafts
 from hydraspec.study.jobs import Job
+from hydraspec.study.runs import POOLED, Run
 from hydraspec.study.settings import config_dir, typed_settings
 
 K = "method.num_speculative_tokens"
 LIMIT = "workload.limit"
+OF_ONE_METHOD = ("method.checkpoint", "method.options")
 
 
 def workload_size(job: Job) -> WorkloadSize:
-    """The key that says how many prompts the job has; of runs of earlier versions, which do not
-    say how many there are, workload.limit."""
-    requests = job.summary["num_requests"]
-    return job.summary.get("workload_size") or {"key": LIMIT, "value": requests, "most": None}
+    """The key that says how many prompts the job has, with those that ended; of runs of earlier
+    versions, which do not say how many there are, workload.limit."""
+    ended, given = job.summary["num_requests"], job.summary["num_requests_in_workload"]
+    if (size := job.summary.get("workload_size")) is None:
+        return {"key": LIMIT, "value": ended, "most": None}
+    return {**size, "value": max(1, size["value"] * ended // max(1, given))}
 
 
 def prompts_left(job: Job) -> int | None:
@@ -59,22 +63,30 @@ def sweep_command(best: Job, rivals: Sequence[Job], *, beyond: int | None, more:
         drafts.add(beyond)
     methods = dict.fromkeys(["none", *(job.summary["method"] for job in chosen)])
     dropped = () if more is None else (LIMIT, more.partition("=")[0])
-    shared = [one for one in _typed(chosen) if one.partition("=")[0] not in dropped]
+    shared = [one for one in _typed(chosen) if one.partition("=")[0] not in (*dropped, "seed")]
+    seeds = dict.fromkeys(of["seed"] for of in map(_typed_by, best.runs) if "seed" in of)
+    shared += [f"seed={','.join(seeds)}"] if seeds else []
     values = ",".join(map(str, sorted(drafts, key=_place)))
     words = ["-m", f"method={','.join(methods)}", f"{K}={values}", *shared]
     return as_command([*words, *([] if more is None else [more])])
 
 
 def run_command(job: Job) -> str:
-    """The command that runs the job on all prompts."""
-    shared = [one for one in _typed([job]) if not one.startswith(f"{LIMIT}=")]
+    """The command that runs the job on all prompts; on as many as before where they may have no
+    end."""
+    size = job.summary.get("workload_size")
+    is_endless = size is not None and size["key"] == LIMIT and size["most"] is None
+    shared = [one for one in _typed([job]) if is_endless or not one.startswith(f"{LIMIT}=")]
     method, drafts = job.summary["method"], drafts_of(job.summary)
     return as_command([f"method={method}", f"{K}={drafts}", *shared])
 
 
 def plain_command(job: Job) -> str:
-    """The command that runs the job's prompts without drafts."""
-    return as_command(["method=none", *_typed([job])])
+    """The command that runs the job's prompts without drafts; its K keeps an experiment from
+    sweeping over others."""
+    typed = _typed([job])
+    has_sweep = any(one.startswith("experiment=") for one in typed)
+    return as_command(["method=none", *[f"{K}={drafts_of(job.summary)}"] * has_sweep, *typed])
 
 
 def as_command(words: Sequence[str]) -> str:
@@ -83,11 +95,14 @@ def as_command(words: Sequence[str]) -> str:
 
 
 def _typed(jobs: Sequence[Job]) -> list[str]:
-    """The first job's typed settings other than method and K, each with the values of all jobs."""
-    typed = [typed_settings(job.folder) for job in jobs]
+    """The first job's typed settings other than method and K, each with the values of all jobs;
+    those that tell no jobs apart with its own."""
+    typed = [_typed_by(job.runs[0]) for job in jobs]
     shared = [
         f"{key}={','.join(dict.fromkeys(of[key] for of in typed if key in of))}"
-        for key in typed[0]
+        if key.partition(".")[0] not in POOLED
+        else f"{key}={value}"
+        for key, value in typed[0].items()
         if key not in ("method", K)
     ]
     return [*config_dir(jobs[0].folder), *shared]
@@ -95,13 +110,21 @@ def _typed(jobs: Sequence[Job]) -> list[str]:
 
 def _can_be_crossed(jobs: Sequence[Job], tried: Sequence[Job]) -> bool:
     """Returns whether each method of `jobs` can be run with each of their K; K=auto only where it
-    was tried."""
+    was tried, and several methods only without a drafter or options that were typed for one."""
+    methods = {job.summary["method"] for job in jobs}
+    typed = {key for job in jobs for key in _typed_by(job.runs[0])}
+    if len(methods) > 1 and any(key.startswith(OF_ONE_METHOD) for key in typed):
+        return False
     largest = max(job.summary["num_speculative_tokens"] for job in jobs)
     if largest > min(map(most_drafts, jobs)):
         return False
     chosen = {job.summary["method"] for job in tried if drafts_of(job.summary) == PER_STEP}
     has_auto = any(drafts_of(job.summary) == PER_STEP for job in jobs)
-    return not has_auto or {job.summary["method"] for job in jobs} <= chosen
+    return not has_auto or methods <= chosen
+
+
+def _typed_by(run: Run) -> dict[str, str]:
+    return typed_settings(run.folder)
 
 
 def _place(drafts: int | str) -> tuple[bool, int]:

@@ -43,6 +43,10 @@ def resolve_and_look(config: RunConfig) -> None:
         (["target=custom", "method=none", "target.checkpoint=./nope"], "target.checkpoint"),
         (["method.checkpoint=/nope"], "method.checkpoint"),
         (["method=auto", "method.checkpoint=/nope"], "method.checkpoint"),
+        (["method.checkpoint=models/a/nope"], "method.checkpoint"),
+        (["target=custom", "method=none", "target.checkpoint=nope"], "target.checkpoint"),
+        (["target=custom", "method=none", "target.checkpoint='~nobody/x'"], "target.checkpoint"),
+        (["method=auto", "method.checkpoint='~nobody/x'"], "method.checkpoint"),
     ],
 )
 def test_a_folder_that_does_not_exist_is_told_by_its_key(typed: list[str], key: str) -> None:
@@ -51,7 +55,8 @@ def test_a_folder_that_does_not_exist_is_told_by_its_key(typed: list[str], key: 
     with pytest.raises(CheckpointError) as refused:
         resolve_and_look(config)
     message = str(refused.value).splitlines()
-    assert message[0] == f"{key}={typed[-1].partition('=')[2]} does not exist"
+    value = typed[-1].partition("=")[2].strip("'")
+    assert message[0] == f"{key}={value} does not exist"
     assert message[1].startswith("  allowed: a folder with config.json")
     assert message[2] == "  to do: check the spelling"
     assert refused.value.key == key

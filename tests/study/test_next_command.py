@@ -163,6 +163,56 @@ def test_auto_is_crossed_only_with_methods_that_ran_with_it(studied: Path) -> No
     assert (typed["method"], typed[K]) == ("none,gemma4_mtp", "auto")
 
 
+def test_prompts_that_did_not_run_are_left(open_sweep: Path) -> None:
+    """Catches an interrupted run that is told that its workload has no more."""
+    for job in "01":
+        edit(sized(open_sweep / job, most=24), num_requests_in_workload=24)
+        edit(open_sweep / job, workload_size={"key": "workload.limit", "value": 24, "most": 24})
+    found = decided(open_sweep)
+    assert found.num_more
+    assert found.num_more > 18
+    assert "settle that; the workload has 18 more." in found.record()["sentence"]
+    assert values(found.next_command())["workload.limit"] == "24"
+
+
+def typed(run: Path, *settings: str) -> Path:
+    lines = [f"- {one}\n" for one in settings]
+    (run / "overrides.yaml").write_text("".join(lines), encoding="utf-8")
+    return run
+
+
+def test_settings_that_tell_no_jobs_apart_are_not_crossed(studied: Path) -> None:
+    """Catches four times the jobs for two seeds and two kinds of metrics."""
+    for job, seed, steps in (("0", 0, "true"), ("1", 1, "false")):
+        own = (f"{K}=3", f"seed={seed}", f"metrics.steps={steps}")
+        typed(of_drafts(studied / job, 3, 1.8), "method=gemma4_mtp", *own)
+    edit(configure(studied / "1", method__name="eagle3"), method="eagle3")
+    jobs = jobs_of(studied)
+    found = values(sweep_command(jobs["0"], [jobs["1"]], beyond=None, more=None))
+    assert (found["method"], found["seed"]) == ("none,gemma4_mtp,eagle3", "0")
+    assert found["metrics.steps"] == "true"
+
+
+def test_every_seed_of_a_job_is_run_again(studied: Path) -> None:
+    """Catches runs of other seeds, which are one job, dropped."""
+    for job, seed in (("0", 0), ("1", 1)):
+        run = configure(of_drafts(studied / job, 3, 1.8), seed=seed)
+        typed(run, "method=gemma4_mtp", f"{K}=3", f"seed={seed}")
+    (job,) = [each for each in jobs_of(studied).values() if len(each.runs) == 2]
+    assert values(sweep_command(job, [], beyond=4, more=None))["seed"] == "0,1"
+
+
+@pytest.mark.parametrize("own", ["method.checkpoint=a/b", "method.options.min_survival=0.5"])
+def test_what_one_method_was_given_is_not_crossed_with_another(studied: Path, own: str) -> None:
+    """Catches a drafter of one method that the next command gives to the others."""
+    typed(of_drafts(studied / "0", 3, 1.8), "method=gemma4_mtp", f"{K}=3", own)
+    rival = configure(of_drafts(studied / "1", 3, 1.7), method__name="eagle3")
+    edit(rival, method="eagle3")
+    jobs = jobs_of(studied)
+    found = values(sweep_command(jobs["0"], [jobs["1"]], beyond=None, more=None))
+    assert found["method"] == "none,gemma4_mtp"
+
+
 def test_settings_in_which_rivals_differ_are_crossed(studied: Path) -> None:
     """Catches a rival that is measured again with the best job's settings."""
     for job, sampling in (("0", "greedy"), ("1", "probabilistic")):
