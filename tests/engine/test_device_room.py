@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +13,16 @@ from device_room import GIB, room_on_device
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[float]:
+def free(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
+) -> list[float]:
     """GiB that are free at each look, the last one for good."""
     left = [1.0, 50.0]
 
     def mem_get_info() -> tuple[int, int]:
         return int((left.pop(0) if len(left) > 1 else left[0]) * GIB), 140 * GIB
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     device = SimpleNamespace(uuid=request.node.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
