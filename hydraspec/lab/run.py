@@ -156,8 +156,8 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             tracker.wait_until_ready()
         num_arriving = sum(request.after is None for request in workload.requests)
         arrivals = _arrivals(config).warnings(num_arriving, len(engines))
-        limits = limit_warnings(config, workload)
-        for warning in (*arrivals, *expected.warnings, *limits):
+        size = workload_size(config, workload)
+        for warning in (*arrivals, *expected.warnings, *limit_warnings(config, size)):
             log.warning(warning)
             workload.warnings.append(warning)
             logged.append(warning)
@@ -170,7 +170,7 @@ def _load(config: RunConfig, folder: RunFolder, typed: Sequence[str]) -> Iterato
             expected=expected,
             tracker=tracker,
             decode=positions.decoder(config),
-            facts=partial(_facts, load_s, loaded_at, workload_size(config, workload)),
+            facts=partial(_facts, load_s, loaded_at, size),
         )
 
 

@@ -27,10 +27,9 @@ def workload_size(config: RunConfig, workload: Workload) -> WorkloadSize:
     return {"key": "workload.limit", "value": workload.num_lines, "most": most}
 
 
-def limit_warnings(config: RunConfig, workload: Workload) -> list[str]:
-    """A warning if workload.limit is above the number of prompts that the workload has."""
+def limit_warnings(config: RunConfig, size: WorkloadSize) -> list[str]:
+    """A warning if workload.limit is above the number of prompts of a workload of that size."""
     load = config.workload
-    size = workload_size(config, workload)
     has, what = size["most"], "prompts"
     if load.name == "multi_turn":
         has, what = load.num_conversations, "conversations"

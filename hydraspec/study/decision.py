@@ -126,14 +126,8 @@ class Decision:
         )
 
     @property
-    def edge(self) -> str | None:
-        """Words that `best` has the largest or the smallest K tried, or the largest that there
-        is; None if it has none of these."""
-        return self.beyond.edge if self.beyond else None
-
-    @property
     def predicted(self) -> Predicted | None:
-        """The best K beyond that edge; None if no such K is worth trying."""
+        """The best K beyond those that were tried; None if none is worth trying."""
         return self.beyond.predicted if self.beyond else None
 
     def _settled(self) -> str:

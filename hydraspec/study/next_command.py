@@ -4,13 +4,13 @@ prompts."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from hydraspec.metrics.draft_lengths import PER_STEP, drafts_of
 from hydraspec.metrics.run_facts import WorkloadSize
 from hydraspec.study.beyond import most_drafts
 from hydraspec.study.jobs import Job
-from hydraspec.study.runs import POOLED, Run
+from hydraspec.study.runs import POOLED
 from hydraspec.study.settings import config_dir, typed_settings
 
 K = "method.num_speculative_tokens"
@@ -54,9 +54,10 @@ def sweep_command(best: Job, rivals: Sequence[Job], *, beyond: int | None, more:
     Args:
         more: the override for the number of prompts; None leaves it as it was typed.
     """
-    chosen = [best]
+    tried, chosen = [best, *rivals], [best]
+    bound = {job.name for job in tried if _is_bound(job)}
     for each in rivals:
-        if _can_be_crossed([*chosen, each], [best, *rivals]):
+        if _can_be_crossed([*chosen, each], tried, bound):
             chosen.append(each)
     drafts = {drafts_of(job.summary) for job in chosen}
     if beyond is not None and beyond <= min(map(most_drafts, chosen)):
@@ -64,7 +65,8 @@ def sweep_command(best: Job, rivals: Sequence[Job], *, beyond: int | None, more:
     methods = dict.fromkeys(["none", *(job.summary["method"] for job in chosen)])
     dropped = () if more is None else (LIMIT, more.partition("=")[0])
     shared = [one for one in _typed(chosen) if one.partition("=")[0] not in (*dropped, "seed")]
-    seeds = dict.fromkeys(of["seed"] for of in map(_typed_by, best.runs) if "seed" in of)
+    of_runs = [typed_settings(run.folder) for run in best.runs]
+    seeds = dict.fromkeys(of["seed"] for of in of_runs if "seed" in of)
     shared += [f"seed={','.join(seeds)}"] if seeds else []
     values = ",".join(map(str, sorted(drafts, key=_place)))
     words = ["-m", f"method={','.join(methods)}", f"{K}={values}", *shared]
@@ -97,7 +99,7 @@ def as_command(words: Sequence[str]) -> str:
 def _typed(jobs: Sequence[Job]) -> list[str]:
     """The first job's typed settings other than method and K, each with the values of all jobs;
     those that tell no jobs apart with its own."""
-    typed = [_typed_by(job.runs[0]) for job in jobs]
+    typed = [typed_settings(job.folder) for job in jobs]
     shared = [
         f"{key}={','.join(dict.fromkeys(of[key] for of in typed if key in of))}"
         if key.partition(".")[0] not in POOLED
@@ -108,12 +110,16 @@ def _typed(jobs: Sequence[Job]) -> list[str]:
     return [*config_dir(jobs[0].folder), *shared]
 
 
-def _can_be_crossed(jobs: Sequence[Job], tried: Sequence[Job]) -> bool:
+def _is_bound(job: Job) -> bool:
+    """Returns whether a drafter or options were typed for the job, which fit its method alone."""
+    return any(key.startswith(OF_ONE_METHOD) for key in typed_settings(job.folder))
+
+
+def _can_be_crossed(jobs: Sequence[Job], tried: Sequence[Job], bound: Container[str]) -> bool:
     """Returns whether each method of `jobs` can be run with each of their K; K=auto only where it
-    was tried, and several methods only without a drafter or options that were typed for one."""
+    was tried, and several methods only without the jobs whose names are in `bound`."""
     methods = {job.summary["method"] for job in jobs}
-    typed = {key for job in jobs for key in _typed_by(job.runs[0])}
-    if len(methods) > 1 and any(key.startswith(OF_ONE_METHOD) for key in typed):
+    if len(methods) > 1 and any(job.name in bound for job in jobs):
         return False
     largest = max(job.summary["num_speculative_tokens"] for job in jobs)
     if largest > min(map(most_drafts, jobs)):
@@ -121,10 +127,6 @@ def _can_be_crossed(jobs: Sequence[Job], tried: Sequence[Job]) -> bool:
     chosen = {job.summary["method"] for job in tried if drafts_of(job.summary) == PER_STEP}
     has_auto = any(drafts_of(job.summary) == PER_STEP for job in jobs)
     return not has_auto or methods <= chosen
-
-
-def _typed_by(run: Run) -> dict[str, str]:
-    return typed_settings(run.folder)
 
 
 def _place(drafts: int | str) -> tuple[bool, int]:

@@ -40,8 +40,9 @@ def made(config: RunConfig, name: str, limit: int | None = None) -> Workload:
 def test_made_workloads_have_any_number_of_prompts(config: RunConfig, name: str) -> None:
     key, value, has = SIZES[name]
     assert workload_size(config, made(config, name)) == {"key": key, "value": value, "most": None}
-    assert limit_warnings(config, made(config, name, limit=has)) == []
-    (warning,) = limit_warnings(config, made(config, name, limit=has + 1))
+    assert limit_warnings(config, workload_size(config, made(config, name, limit=has))) == []
+    above = workload_size(config, made(config, name, limit=has + 1))
+    (warning,) = limit_warnings(config, above)
     assert warning.startswith(f"workload.limit={has + 1} has no effect: workload={name} has {has} ")
     assert warning.endswith(f"to try: a higher {key}")
     few = workload_size(config, made(config, name, limit=1))

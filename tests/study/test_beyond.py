@@ -57,7 +57,8 @@ def test_no_k_is_predicted_that_the_drafter_does_not_hold(
     assert free.num_drafts > most
     holds(sweep / "1", rows, samples_anchor=samples_anchor)
     found = decided(sweep)
-    assert found.edge == "K=3 is the largest"
+    assert found.beyond is not None
+    assert found.beyond.edge == "K=3 is the largest"
     assert found.predicted is not None
     assert found.predicted.num_drafts == most
     record = found.record()
@@ -106,7 +107,8 @@ def test_no_k_is_predicted_above_the_most_of_any_method(sweep: Path) -> None:
     assert drafts_in(found.next_command())[-1] == MAX_SPECULATIVE_TOKENS
     well_accepted(sweep / "1", MAX_SPECULATIVE_TOKENS, 3.0)
     found = decided(sweep)
-    assert found.edge == f"K={MAX_SPECULATIVE_TOKENS} is the most that can be run here"
+    assert found.beyond is not None
+    assert found.beyond.edge == f"K={MAX_SPECULATIVE_TOKENS} is the most that can be run here"
     assert found.predicted is None
 
 
@@ -146,4 +148,6 @@ def test_the_smallest_k_is_an_edge_too(sweep: Path) -> None:
     of_drafts(copied(sweep / "1", "3"), 6, 1.2)
     of_drafts(sweep / "0", 4, 1.3)
     holds(sweep / "1", 4)
-    assert decided(sweep).edge == "K=3 is the smallest"
+    beyond = decided(sweep).beyond
+    assert beyond is not None
+    assert beyond.edge == "K=3 is the smallest"

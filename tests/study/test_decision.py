@@ -127,7 +127,8 @@ def test_beyond_the_k_that_were_tried(sweep: Path) -> None:
     of_drafts(sweep / "0", 1, 1.3)
     of_drafts(sweep / "1", 3, 1.8)
     found = decided(sweep)
-    assert found.edge == "K=3 is the largest"
+    assert found.beyond is not None
+    assert found.beyond.edge == "K=3 is the largest"
     assert found.predicted is not None
     assert found.predicted.num_drafts > 3
     assert found.predicted.speedup > 1.03 * 1.8
@@ -137,7 +138,7 @@ def test_beyond_the_k_that_were_tried(sweep: Path) -> None:
     ]
     assert any("K=3 is the largest that was tried: " in each for each in found.sentences())
     middle = of_drafts(copied(sweep / "1", "3"), 2, 1.9)
-    assert decided(sweep).edge is None
+    assert decided(sweep).beyond is None
     pace(middle, 1.0)
     pace(sweep / "0", 1.79)
     assert decided(sweep).predicted is None, "drafts cost too much for more of them to gain"
